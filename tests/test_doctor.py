@@ -32,7 +32,7 @@ def test_the_doctor_checks_a_store_in_use_and_finds_damage(tmp_path: Path) -> No
         assert client.post("/v1/ops/GatherGrad?into=output:rows", json=rows).status_code == 200
         status, out, _ = run("doctor", "--store", store)
         assert status == 0
-        for words in ("format 3", "4 buffers", "1 idempotency keys", "no problems found"):
+        for words in ("format 4", "4 buffers", "1 idempotency keys", "no problems found"):
             assert words in out
     values = tmp_path / "a" / "values"
     damaged = bytearray(values.read_bytes())

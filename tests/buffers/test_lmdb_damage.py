@@ -34,8 +34,8 @@ def prepared(reopen: Reopen) -> None:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (b"2", "has format 2, but .* knows format 3"),
-        (b"4", "has format 4"),
+        (b"3", "has format 3, but .* knows format 4"),
+        (b"5", "has format 5"),
         (b"10", "has format 10"),
         (b"", "has format ,"),
     ],

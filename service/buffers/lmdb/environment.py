@@ -61,6 +61,7 @@ class Environment:
     free: Any
     keys: Any
     outcomes: Any
+    pushes: Any
     deadlines: Any
 
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:

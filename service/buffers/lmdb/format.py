@@ -13,8 +13,8 @@ A value of up to 64 KB is in LMDB itself. A larger value is cut into chunks of 2
 
 A crash before a commit leaves all slots as the commit before it had them; after the commit the value outlives a crash.
 A chunk never changes where it is: the changed chunk goes into another slot. LMDB reuses its own pages by the same rule
-of two transactions. A slot that one transaction takes and frees again is reusable at once. A sparse gradient is stored
-as a value of its own, and waits to be added (`values.py`).
+of two transactions. A slot that one transaction takes and frees again is reusable at once. A sparse gradient, and a
+gradient that a part of a push has staged, is stored as a value of its own. It may wait to be added (`values.py`).
 
 The databases of the LMDB environment hold:
 
@@ -34,7 +34,10 @@ The databases of the LMDB environment hold:
     keys       digest of caller and key, 16 bytes -> the time of the request, 8 bytes
     outcomes   time of the request, 8 bytes, and digest of caller and key -> length of the namespace, 1 byte; the
                namespace; fingerprint, and what a replay answers (`packed.pack_known`); sealed
+    pushes     namespace, a zero byte and the id of a push -> the bytes that it has staged, 8 bytes; the time when the
+               store forgets it, 8 bytes; a `Push` as JSON; sealed
     deadlines  time, 8 bytes, and `BufferName.joined` -> nothing: when to check whether the buffer has expired
+               b"\xfe", time, 8 bytes, and the key of a push -> nothing: when to forget it
                b"\xff", time, 8 bytes, and `BufferName.joined` -> nothing: when the running epoch is due
 
 Keys are big-endian, times are microseconds since 1970; numbers in chunks and lists of slots are little-endian. Sealed
@@ -67,11 +70,14 @@ from service.buffers import packed
 from service.buffers.names import BufferName
 from service.buffers.record import Record
 
-DATABASES = ("buffers", "values", "free", "keys", "outcomes", "deadlines")
+DATABASES = ("buffers", "values", "free", "keys", "outcomes", "pushes", "deadlines")
 """All databases but `meta`."""
 
 DUE = b"\xff"
 """The first byte of an entry of `deadlines` for an epoch. No time begins with it, so these entries come last."""
+
+FORGET = b"\xfe"
+"""The first byte of an entry of `deadlines` for a push."""
 
 COUNT = b"count:"
 """The prefix of the counts of buffers in `meta`."""

@@ -25,6 +25,7 @@ from service.buffers.lmdb.format import (
 )
 from service.buffers.lmdb.keys import KeyReader
 from service.buffers.lmdb.pages import faults_of
+from service.buffers.lmdb.pushes import PushReader
 from service.buffers.lmdb.slots import CHUNK_BYTES, slot_count, slots_in
 from service.buffers.lmdb.values import ValueReader
 from service.buffers.names import BufferName
@@ -37,7 +38,7 @@ class Reader:
 
     def __init__(self, env: Environment, txn: Any) -> None:
         self._env, self._txn = env, txn
-        self.values, self.keys = ValueReader(env, txn), KeyReader(env, txn)
+        self.values, self.keys, self.pushes = ValueReader(env, txn), KeyReader(env, txn), PushReader(env, txn)
 
     def get(self, name: BufferName) -> Record | None:
         """Return the buffer, expired or not. Raises `BufferCorrupt`."""
@@ -149,12 +150,12 @@ class Reader:
         return {name: self._txn.stat(getattr(self._env, name))["entries"] for name in DATABASES}
 
     def anything_due(self, oldest_key: int, now: float) -> bool:
-        """Return whether a key has expired, the deadline of a buffer is over, or an epoch is due."""
+        """Return whether a key has expired, the deadline of a buffer or a push is over, or an epoch is due."""
         for db, limit in ((self._env.outcomes, oldest_key), (self._env.deadlines, microseconds(now))):
             with self._txn.cursor(db=db) as cursor:
                 if is_due(cursor, limit):
                     return True
-        return self.first_due() <= now
+        return self.pushes.anything_due(now) or self.first_due() <= now
 
     def first_due(self) -> float:
         """Return when the first running epoch is due, in seconds since 1970; infinity if none is."""

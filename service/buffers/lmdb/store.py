@@ -22,8 +22,19 @@ from service.buffers.lmdb.reader import Reader, reading
 from service.buffers.lmdb.writer import Writer
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
+from service.buffers.pushes import Push
 from service.buffers.record import Key, Known, Record, Snapshot
-from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, alive, snapshots, uncounted
+from service.buffers.store import (
+    KEY_SECONDS,
+    MAX_BUFFERS,
+    Allocate,
+    Committed,
+    Store,
+    alive,
+    listed,
+    snapshots,
+    uncounted,
+)
 from service.dtypes import Array
 from service.errors import BufferCorrupt
 
@@ -96,6 +107,12 @@ class LmdbStore(Store):
     def recall(self, key: Key, names: Sequence[str] = ()) -> Known | None:
         with reading(self._env) as reader:
             return reader.keys.find(key, names, self._writer.oldest_key())
+
+    def pushes(self, prefix: str = "", limit: int | None = None) -> list[tuple[str, Push]]:
+        now = self._clock()
+        with reading(self._env) as reader:
+            own = {name[1]: push for name, push in reader.pushes.all(self.namespace) if push is not None}
+        return listed({name: push for name, push in own.items() if push.until > now}, prefix, limit)
 
     def generation(self) -> int:
         return self._env.generation()

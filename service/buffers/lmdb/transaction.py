@@ -23,17 +23,20 @@ from service.buffers.lmdb.format import (
     pack_record,
 )
 from service.buffers.lmdb.keys import KeyWriter
-from service.buffers.lmdb.reader import Reader
+from service.buffers.lmdb.pushes import PushWriter
 from service.buffers.lmdb.slots import CHUNK_BYTES, RESERVE_BYTES, disk_full
+from service.buffers.lmdb.staging import Staging
 from service.buffers.lmdb.value_writer import ValueWriter
 from service.buffers.names import BufferName
+from service.buffers.pushes import PushName
 from service.buffers.record import Key, Known, Record, Spec, too_many
 from service.buffers.room import KEYS_PART, check_keys, store_full
+from service.buffers.staging import free_push
 from service.dtypes import Array
 from service.errors import BufferCorrupt
 
 MOST_EXPIRED = 100
-"""Expired buffers that one transaction removes: a client's request waits for it."""
+"""Expired buffers, or gradients of expired pushes, that one transaction removes: a client's request waits for it."""
 
 MOST_CLOSED = 1000
 """Epochs that are due and that one transaction closes: a client's request waits for it, about 20 ms."""
@@ -42,15 +45,15 @@ MOST_FORGOTTEN = 10_000
 """Expired keys that one request deletes if its namespace has no room for its key; they take a tenth of a second."""
 
 
-class LmdbTransaction(Reader):
+class LmdbTransaction(Staging):
     """A transaction that writes, as `perform` wants it."""
 
-    values: ValueWriter
     keys: KeyWriter
 
     def __init__(self, env: Environment, txn: Any, state: WriterState, oldest_key: int) -> None:
         self._env, self._txn, self._state, self._oldest = env, txn, state, oldest_key
         self.values, self.keys = ValueWriter(env, txn, state.values), KeyWriter(env, txn)
+        self.pushes, self.to_fold = PushWriter(env, txn), {}
         self.changed: dict[BufferName, Record | None] = {}
         """Records that `finish` stores, None to delete: a record that changes often is stored once."""
         self._counts: dict[str, int] = {}
@@ -197,6 +200,27 @@ class LmdbTransaction(Reader):
             else:
                 self._txn.delete(COUNT + namespace.encode(), db=self._env.meta)
         self.keys.finish()
+
+    def forget(self, now: float, keys: int, most: int) -> None:
+        """Remove up to `keys` expired keys, and up to `most` expired buffers and gradients of expired pushes."""
+        self.forget_keys(keys)
+        self.remove_expired(now, most)
+        before = self.writes
+        while most > 0 and (name := self.pushes.take_due(now)) is not None:
+            most -= 1 + self._forget_push(name)
+        self.expired += self.writes - before
+
+    def _forget_push(self, name: PushName) -> int:
+        """Remove a push, and what it has staged. Return how many gradients that were."""
+        try:
+            push = self.push(name)
+        except BufferCorrupt:
+            push = None  # what it has staged is lost
+        if push is None:
+            self.put_push(name, None)
+            return 0
+        free_push(self, name, push)
+        return len(push.gradients)
 
     def forget_keys(self, most: int) -> int:
         """Delete up to `most` keys that have expired. Return their number."""

@@ -6,6 +6,7 @@ Any other value is read and checked first.
 
 from __future__ import annotations
 
+import itertools
 import math
 from contextlib import suppress
 from typing import Any
@@ -14,21 +15,21 @@ import numpy as np
 import xxhash
 
 from service.buffers import failpoints
-from service.buffers.gradients import Dense, Gradient, add_piece
+from service.buffers.gradients import Dense, Gradient, add_piece, stored_bytes
 from service.buffers.lmdb.caches import CachedValue, ValueCache
 from service.buffers.lmdb.format import NUMBER, SEAL_BYTES
 from service.buffers.lmdb.slots import CHUNK_BYTES, Databases, Slots
 from service.buffers.lmdb.values import (
-    INDEX_BYTES,
     ZEROS,
     Chunk,
     Entry,
+    StoredGradient,
     ValueReader,
-    WaitingRows,
     add_waiting,
     checksum_of,
     pieces_of,
 )
+from service.buffers.pushes import Place
 from service.buffers.record import Spec
 from service.dtypes import NAMES, Array
 from service.errors import BufferCorrupt
@@ -41,10 +42,10 @@ LARGEST_CACHED_BYTES = 1 << 22
 """The largest value that the writer remembers: a larger value would push out too many others."""
 
 MOST_WAITING_RATIO = 2.0
-"""Sparse gradients wait up to this many times the bytes of their value: every read must add them."""
+"""Gradients wait up to this many times the bytes of their value: every read must add them."""
 
 MOST_WAITING_GRADIENTS = 32
-"""Sparse gradients that wait for one value: each makes every read, and every later add, a little longer."""
+"""Gradients that wait for one value: each makes every read, and every later add, a little longer."""
 
 
 class ValueWriter(ValueReader):
@@ -62,19 +63,60 @@ class ValueWriter(ValueReader):
         if spec.nbytes <= INLINE_BYTES:
             self._add_small(spec, value, old, gradient, weight, overwrite)
             return value
-        cached, array = self._cache.take(old), None
-        if cached is not None:
-            array, entry = cached.array, Entry(chunks=cached.chunks)
-        elif old is None:
-            entry = Entry(chunks=[ZEROS] * math.ceil(spec.nbytes / CHUNK_BYTES))
+        cached = self._cache.take(old)
+        entry = self._large(spec, old) if cached is None else Entry(chunks=cached.chunks)
+        if isinstance(gradient, GatheredRows) and not overwrite and self._may_wait(spec, entry, gradient):
+            entry.waiting.append(self._store(gradient, weight))
         else:
-            entry = self._entry(old)
-        if isinstance(gradient, GatheredRows) and self._may_wait(spec, entry, gradient, overwrite):
-            entry.waiting.append(self._store_rows(gradient, weight))
-        else:
+            array = None if cached is None else cached.array
             self._add_to_chunks(spec, value, entry, array, gradient, weight, overwrite)
         self._put(value, entry.pack())
         return value
+
+    def stage(self, spec: Spec, gradient: Gradient) -> Place:
+        """Store a gradient. Return its `StoredGradient` without a weight, and whether it is its sum with zeros."""
+        is_sum = spec.nbytes > INLINE_BYTES and isinstance(gradient, Dense) and _is_sum(spec, gradient.array)
+        return [*self._store(gradient)[:3], is_sum]
+
+    def staged(self, spec: Spec, place: Place) -> Gradient:
+        """Return a staged gradient."""
+        return self.gradient(spec, StoredGradient(*place[:3]))
+
+    def add_staged(self, spec: Spec, old: int | None, place: Place, weight: float) -> tuple[int, bool]:
+        """Add a staged gradient to the value `old`, None for zeros, and free it. A large gradient is not even read.
+
+        Return the id of the sum, and whether so much waits for it that it should be folded soon.
+        """
+        stored = StoredGradient(*place[:3])._replace(weight=weight)
+        if old is None and weight == 1 and place[3]:
+            return stored.ids[0], False
+        if spec.nbytes > INLINE_BYTES and self._has_room(spec, entry := self._large(spec, old), stored.nbytes):
+            value = self.new_id() if old is None else old
+            entry.waiting.append(stored)
+            self._cache.take(old)
+            self._put(value, entry.pack())
+            return value, 2 * stored.nbytes >= spec.nbytes
+        value = self.accumulate(spec, old, self.gradient(spec, stored), weight, overwrite=False)
+        self.free_staged(place)
+        return value, False
+
+    def free_staged(self, place: Place) -> None:
+        """Free a staged gradient."""
+        for value in place[0]:
+            self.free(value)
+
+    def fold(self, spec: Spec, value: int) -> bool:
+        """Add to a value what waits for it. Return whether anything did."""
+        entry = self._large(spec, value)
+        if not entry.waiting:
+            return False
+        self._add_to_chunks(spec, value, entry, None, None, 1.0, overwrite=False)
+        self._put(value, entry.pack())
+        return True
+
+    def _large(self, spec: Spec, value: int | None) -> Entry:
+        """Return the entry of a large value, None for zeros."""
+        return Entry(chunks=[ZEROS] * math.ceil(spec.nbytes / CHUNK_BYTES)) if value is None else self._entry(value)
 
     def _add_small(
         self, spec: Spec, value: int, old: int | None, gradient: Gradient, weight: float, overwrite: bool
@@ -100,7 +142,7 @@ class ValueWriter(ValueReader):
         value: int,
         entry: Entry,
         cached: Array | None,
-        gradient: Gradient,
+        gradient: Gradient | None,
         weight: float,
         overwrite: bool,
     ) -> None:
@@ -109,7 +151,7 @@ class ValueWriter(ValueReader):
             whole = np.empty(spec.size, spec.dtype) if cached is None else cached
         spare = self._memory.view(spec.dtype)
         for number, start, stop in pieces_of(spec):
-            piece = gradient.piece(start, stop)
+            piece = None if gradient is None else gradient.piece(start, stop)
             slot = entry.chunks[number].slot
             if overwrite and piece is None:
                 self.slots.free(slot)
@@ -133,16 +175,24 @@ class ValueWriter(ValueReader):
             self._cache.put(value, CachedValue(whole, entry.chunks))
         self._forget_waiting(entry)
 
-    def _may_wait(self, spec: Spec, entry: Entry, rows: GatheredRows, overwrite: bool) -> bool:
+    def _may_wait(self, spec: Spec, entry: Entry, rows: GatheredRows) -> bool:
         """Return whether to store the rows as they are: they are few, and nobody needs the sum at once."""
-        waiting = sum(gradient.nbytes for gradient in entry.waiting) + rows.grad.nbytes + INDEX_BYTES * len(rows.grad)
-        few = 2 * rows.grad.nbytes <= spec.nbytes and len(entry.waiting) < MOST_WAITING_GRADIENTS
-        return few and not overwrite and spec.nonfinite == "allow" and waiting <= MOST_WAITING_RATIO * spec.nbytes
+        return 2 * rows.grad.nbytes <= spec.nbytes and self._has_room(spec, entry, stored_bytes(rows))
 
-    def _store_rows(self, gradient: GatheredRows, weight: float) -> WaitingRows:
-        rows = gradient.grad
-        ids = [self._store_bytes(array) for array in (gradient.index, rows)]
-        return WaitingRows(ids[0], ids[1], len(rows), rows.shape[1], NAMES[rows.dtype], weight)
+    def _has_room(self, spec: Spec, entry: Entry, nbytes: int) -> bool:
+        """Return whether a gradient may wait for the value."""
+        waiting = nbytes + sum(gradient.nbytes for gradient in entry.waiting)
+        few = len(entry.waiting) < MOST_WAITING_GRADIENTS and waiting <= MOST_WAITING_RATIO * spec.nbytes
+        return few and spec.nonfinite == "allow"
+
+    def _store(self, gradient: Gradient, weight: float = 1.0) -> StoredGradient:
+        """Store a gradient as it came."""
+        if isinstance(gradient, GatheredRows):
+            array, ids = gradient.grad, [self._store_bytes(each) for each in (gradient.index, gradient.grad)]
+        else:
+            assert isinstance(gradient, Dense)
+            array, ids = gradient.array, [self._store_bytes(gradient.array)]
+        return StoredGradient(ids, array.shape, NAMES[array.dtype], weight)
 
     def _store_bytes(self, array: Array) -> int:
         value, data = self.new_id(), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -172,9 +222,8 @@ class ValueWriter(ValueReader):
         self._txn.put(NUMBER.pack(value), packed, db=self._env.values)
 
     def _forget_waiting(self, entry: Entry) -> None:
-        for gradient in entry.waiting:
-            self.free(gradient.index_id)
-            self.free(gradient.rows_id)
+        for value in itertools.chain(*[gradient.ids for gradient in entry.waiting]):
+            self.free(value)
         entry.waiting = []
 
     def _write(self, value: int, number: int, slot: int, data: memoryview) -> Chunk:
@@ -189,3 +238,17 @@ class ValueWriter(ValueReader):
         value: int = 1 + (0 if last is None else NUMBER.unpack(last)[0])
         self._txn.put(b"last_id", NUMBER.pack(value), db=self._env.meta)
         return value
+
+
+def _is_sum(spec: Spec, array: Array) -> bool:
+    """Return whether the sum of zeros and the array, as values have it, has the bits of the array: it has no -0."""
+    if array.shape != spec.shape or array.dtype != spec.dtype or not array.flags.c_contiguous:
+        return False
+    flat, memory = array.reshape(-1), np.empty(CHUNK_BYTES, np.uint8).view(spec.dtype)
+    bits = f"u{spec.dtype.itemsize}"
+    for _, start, stop in pieces_of(spec):
+        piece, total = flat[start:stop], memory[: stop - start]
+        add_piece(spec, total, 0, piece, 1.0, overwrite=False)
+        if not np.array_equal(piece.view(bits), total.view(bits)):
+            return False
+    return True

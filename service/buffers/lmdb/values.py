@@ -1,27 +1,29 @@
 """Values of buffers as a transaction sees them: small values in LMDB, large values in chunks beside it (`format.py`).
 
-A sparse gradient changes few rows of most chunks. So it is stored as it is and waits. Every read adds it on the way.
-The writer adds it to the chunks when the value changes in another way, or when too many wait (`value_writer.py`).
+A sparse gradient changes few rows of most chunks. So it is stored as it is and waits. So does the gradient of a push in
+parts, which must add all its gradients at once. Every read adds what waits on the way. The writer adds it to the chunks
+when the value changes in another way, when too much waits (`value_writer.py`), or, soon after its push, if it is large.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import orjson
 import xxhash
 
-from service.buffers.gradients import add_piece
+from service.buffers.gradients import Dense, Gradient, add_piece
 from service.buffers.lmdb.format import NUMBER, SEAL_BYTES, unseal
 from service.buffers.lmdb.slots import CHUNK_BYTES, Databases
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
-from service.dtypes import BOOL, DTYPES, Array
+from service.dtypes import BOOL, DTYPES, Array, DType
 from service.errors import BufferCorrupt
 from service.kernels.gather import GatheredRows
 
@@ -43,28 +45,30 @@ ZEROS = Chunk(-1, 0)
 """A chunk of zeros, which has no slot."""
 
 
-class WaitingRows(NamedTuple):
-    """A sparse gradient that waits: the ids of its indices and of its rows, their number and length, its weight."""
+class StoredGradient(NamedTuple):
+    """A gradient as it came: the ids of its numbers, or of the indices and the rows of a sparse gradient.
 
-    index_id: int
-    rows_id: int
-    height: int
-    inner: int
+    Shape and dtype are those of the numbers before they are broadcast, or of the rows.
+    """
+
+    ids: Sequence[int]
+    shape: Sequence[int]
     dtype: str
-    weight: float
+    weight: float = 1.0
 
     @property
     def nbytes(self) -> int:
-        return self.height * (INDEX_BYTES + self.inner * DTYPES[self.dtype].itemsize)
+        indices = INDEX_BYTES * self.shape[0] if len(self.ids) > 1 else 0
+        return indices + math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass
 class Entry:
-    """What LMDB holds of a value: its elements, or its chunks and the sparse gradients that wait for them."""
+    """What LMDB holds of a value: its elements, or its chunks and the gradients that wait for them."""
 
     inline: memoryview | None = None
     chunks: list[Chunk] = field(default_factory=list)
-    waiting: list[WaitingRows] = field(default_factory=list)
+    waiting: list[StoredGradient] = field(default_factory=list)
 
     def pack(self) -> memoryview:
         """Return the entry as it is stored, with room for its seal."""
@@ -82,7 +86,7 @@ class Entry:
         end = len(data) - 1 - _LENGTH.size
         start = end - _LENGTH.unpack_from(data, end)[0]
         chunks = [Chunk(*fields) for fields in _CHUNK.iter_unpack(data[:start])]
-        return cls(chunks=chunks, waiting=[WaitingRows(*fields) for fields in orjson.loads(data[start:end])])
+        return cls(chunks=chunks, waiting=[StoredGradient(*fields) for fields in orjson.loads(data[start:end])])
 
 
 def pieces_of(spec: Spec) -> Iterator[tuple[int, int, int]]:
@@ -137,9 +141,23 @@ class ValueReader:
         """Return the slots of a value, and of what waits to be added to it, by the id of each."""
         entry = self._entry(value)
         slots = {value: [chunk.slot for chunk in entry.chunks if chunk.slot >= 0]}
-        for gradient in entry.waiting:
-            slots |= self.slots_of(gradient.index_id) | self.slots_of(gradient.rows_id)
+        for each in itertools.chain(*[gradient.ids for gradient in entry.waiting]):
+            slots |= self.slots_of(each)
         return slots
+
+    def gradient(self, spec: Spec, stored: StoredGradient) -> Gradient:
+        """Return a stored gradient, of the buffer's shape."""
+        dtype, shape = DTYPES[stored.dtype], tuple(stored.shape)
+        if len(stored.ids) > 1:
+            index_bytes = INDEX_BYTES * shape[0]
+            index = self._load_bytes(stored.ids[0], index_bytes).view(np.int64).reshape(2, shape[0])
+            rows = self._load_bytes(stored.ids[1], stored.nbytes - index_bytes).view(dtype)
+            return GatheredRows.of(spec.shape, index, rows.reshape(shape))
+        (value,) = stored.ids
+        entry = self._entry(value)
+        if shape == spec.shape and entry.inline is None:
+            return _Streamed(shape, dtype, lambda number, out: self._read(value, entry.chunks, number, out))
+        return Dense(self._load_bytes(value, stored.nbytes).view(dtype).reshape(shape), spec.shape)
 
     def _entry(self, value: int) -> Entry:
         sealed = self._txn.get(NUMBER.pack(value), db=self._env.values)
@@ -167,22 +185,46 @@ class ValueReader:
         if not whole or checksum_of(memory, value, number) != check:
             raise _corrupt(value)
 
-    def _waiting(self, spec: Spec, entry: Entry) -> list[tuple[GatheredRows, float]]:
-        loaded = []
-        for gradient in entry.waiting:
-            height, index_bytes = gradient.height, gradient.height * INDEX_BYTES
-            index = self._load_bytes(gradient.index_id, index_bytes).view(np.int64).reshape(2, height)
-            rows = self._load_bytes(gradient.rows_id, gradient.nbytes - index_bytes).view(DTYPES[gradient.dtype])
-            loaded.append((GatheredRows.of(spec.shape, index, rows.reshape(height, gradient.inner)), gradient.weight))
-        return loaded
+    def _waiting(self, spec: Spec, entry: Entry) -> Waiting:
+        return [(self.gradient(spec, stored), stored.weight) for stored in entry.waiting]
 
     def _load_bytes(self, value: int, size: int) -> Array:
         return self.load(Spec((size,), BOOL), value, np.empty).view(np.uint8)
 
 
-def add_waiting(spec: Spec, waiting: list[tuple[GatheredRows, float]], start: int, stop: int, out: Array) -> bool:
+class _Streamed:
+    """A gradient that is read a chunk at a time. A piece is valid until the next. `read` fills an array by a chunk."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: DType, read: Callable[[int, Array], None]) -> None:
+        self.shape, self.dtype, self._read = shape, dtype, read
+        self._nbytes = math.prod(shape) * dtype.itemsize
+        self._memory, self._number = np.empty(CHUNK_BYTES, np.uint8), -1
+
+    def piece(self, start: int, stop: int) -> Array:
+        at, end = start * self.dtype.itemsize, stop * self.dtype.itemsize
+        parts = [self._part(at, min(end, at + CHUNK_BYTES - at % CHUNK_BYTES))]
+        while (at := at + parts[-1].size) < end:
+            parts[-1] = parts[-1].copy()  # before the next chunk takes its memory
+            parts.append(self._part(at, min(end, at + CHUNK_BYTES)))
+        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(self.dtype)
+
+    def _part(self, at: int, end: int) -> Array:
+        """Return bytes of one chunk."""
+        number, offset = divmod(at, CHUNK_BYTES)
+        if number != self._number:
+            self._number = -1
+            self._read(number, self._memory[: min(CHUNK_BYTES, self._nbytes - number * CHUNK_BYTES)])
+            self._number = number
+        return self._memory[offset : offset + end - at]
+
+
+Waiting: TypeAlias = list[tuple[Gradient, float]]
+"""Gradients that wait to be added to a value, and their weights."""
+
+
+def add_waiting(spec: Spec, waiting: Waiting, start: int, stop: int, out: Array) -> bool:
     """Add to a piece what waits for it. Return whether anything did."""
-    pieces = [(piece, weight) for rows, weight in waiting if (piece := rows.piece(start, stop)) is not None]
+    pieces = [(piece, weight) for each, weight in waiting if (piece := each.piece(start, stop)) is not None]
     for piece, weight in pieces:
         add_piece(spec, out, out, piece, weight, overwrite=False)
     return bool(pieces)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 import lmdb
 import numpy as np
@@ -24,17 +23,22 @@ from service.buffers.lmdb.environment import Environment, as_client_error, disk_
 from service.buffers.lmdb.format import microseconds
 from service.buffers.lmdb.reader import reading
 from service.buffers.lmdb.slots import Slots
+from service.buffers.lmdb.submissions import Submission, folds
 from service.buffers.lmdb.transaction import MOST_CLOSED, MOST_EXPIRED, LmdbTransaction
 from service.buffers.names import BufferName
-from service.buffers.perform import Outcome, Request, perform, resolved
+from service.buffers.parts import make
+from service.buffers.perform import Outcome, Request, resolved
 from service.buffers.room import UNLIMITED, room_for
-from service.buffers.store import Committed, without_traceback
+from service.buffers.store import Committed, settle, without_traceback
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 logger = logging.getLogger(__name__)
 
 MOST_IN_BATCH = 1024
 """Requests in a transaction, at most."""
+
+MOST_BYTES_IN_BATCH = 1 << 27
+"""The work of a transaction of one namespace: little more than a second on a slow disk, for which others wait once."""
 
 LARGE_BATCH = 4
 """After this many requests in one transaction as many are likely to come again, and the writer waits for them."""
@@ -50,14 +54,6 @@ IDLE_SECONDS = 1.0
 
 MOST_FORGOTTEN = 500
 """Expired keys that a transaction deletes before the next request is made."""
-
-
-class Submission(NamedTuple):
-    """A request of a namespace, and the future of its outcome."""
-
-    request: Request
-    namespace: str
-    done: Future[Outcome]
 
 
 class UndoneError(Exception):
@@ -81,8 +77,10 @@ class Writer:
     ) -> None:
         self._env, self._state = env, state
         self._key_seconds, self._clock, self._committed = key_seconds, clock, committed
-        self._batches: Batches[Submission] = Batches(self._work_of, most=MOST_IN_BATCH, long_seconds=LONG_SECONDS)
-        self._next_check = 0.0
+        self._batches: Batches[Submission] = Batches(
+            self._work_of, most=MOST_IN_BATCH, most_bytes=MOST_BYTES_IN_BATCH, long_seconds=LONG_SECONDS
+        )
+        self._closing, self._next_check = False, 0.0
         self._next_due = math.inf  # as far as this process knows: another may set an earlier deadline
         with suppress(GradserveError), reading(env) as reader:
             self._next_due = reader.first_due()
@@ -100,6 +98,7 @@ class Writer:
 
     def close(self) -> bool:
         """Finish what was submitted, and end the thread. Return False if this was done before."""
+        self._closing = True
         if not self._batches.close():
             return False
         self._thread.join()
@@ -127,7 +126,7 @@ class Writer:
                     self._tidy_up()
                     continue
                 began = time.monotonic()
-                self._make([one for one in batch if one.done.set_running_or_notify_cancel()])
+                self._make([one for one in batch if one.begin(closing=self._closing)])
                 self._batches.charge(time.monotonic() - began)
                 if len(batch) >= LARGE_BATCH:
                     time.sleep(GATHER_SECONDS)
@@ -158,10 +157,10 @@ class Writer:
                 return
             else:
                 failpoints.hit("committed")
-                self._committed(len(submissions), time.perf_counter() - start)
+                self._committed(sum(not one.is_fold for one in submissions), time.perf_counter() - start)
                 for submission, answer in zip(submissions, answers, strict=True):
                     if isinstance(answer, Outcome):
-                        submission.done.set_result(answer)
+                        settle(submission.done, answer)
                     else:
                         submission.done.set_exception(answer)
                 return
@@ -190,7 +189,7 @@ class Writer:
                 before = changes.writes - changes.expired
                 try:
                     request = resolved(changes, submission.request, submission.namespace)
-                    outcome = perform(changes, request, submission.namespace, now)
+                    outcome = make(changes, request, submission.namespace, now)
                     answers.append(outcome)
                     room = min(room, room_for(request, outcome, self._env.max_bytes))
                 except GradserveError as error:
@@ -199,16 +198,18 @@ class Writer:
                     answers.append(without_traceback(error))
                 failpoints.hit("made")
             most = 2 * len(submissions) + 8  # more than the requests can add
-            changes.forget_keys(most)
+            others = min(most, MOST_EXPIRED)
             if now > self._next_check:
-                self._next_check, most = now + IDLE_SECONDS, MOST_EXPIRED
+                self._next_check, others = now + IDLE_SECONDS, MOST_EXPIRED
                 self._env.check_readers()
-            changes.remove_expired(now, min(most, MOST_EXPIRED))
+            changes.forget(now, most, others)
             changes.finish(now)
             if room < UNLIMITED:
                 changes.check_room(room)
             failpoints.hit("before commit")
         self._next_due = min(self._next_due, changes.next_due)
+        for fold in folds(changes.to_fold):
+            self._batches.put(fold)  # a store that closes leaves it to its next life
         return answers
 
     @contextmanager
@@ -276,8 +277,7 @@ class Writer:
         """Remove some of what has expired, and close some of what is due. Return whether that was anything."""
         with self._changing() as changes:
             changes.close_due(now, MOST_CLOSED)
-            changes.forget_keys(MOST_FORGOTTEN)
-            changes.remove_expired(now, MOST_EXPIRED)
+            changes.forget(now, MOST_FORGOTTEN, MOST_EXPIRED)
             changes.finish(now)
             failpoints.hit("before commit")
         failpoints.hit("committed")

@@ -1,0 +1,54 @@
+"""The steps of a push in parts, in a transaction that writes."""
+
+from __future__ import annotations
+
+from service.buffers.gradients import Gradient
+from service.buffers.lmdb.pushes import PushWriter
+from service.buffers.lmdb.reader import Reader
+from service.buffers.lmdb.value_writer import ValueWriter
+from service.buffers.names import BufferName
+from service.buffers.pushes import Place, Push, PushName
+from service.buffers.record import Record, Spec
+from service.buffers.room import check_staged
+
+
+class Staging(Reader):
+    """A transaction that stages gradients, and that adds staged gradients."""
+
+    values: ValueWriter
+    pushes: PushWriter
+    writes: int
+    to_fold: dict[int, BufferName]
+    """Values that should be folded soon after the commit, and their buffers."""
+
+    def push(self, name: PushName) -> Push | None:
+        return self.pushes.find(name)
+
+    def put_push(self, name: PushName, push: Push | None) -> None:
+        self.writes += 1
+        self.pushes.put(name, push)
+
+    def admit_part(self, namespace: str, nbytes: int) -> None:
+        check_staged(self.pushes.staged_bytes(namespace) + nbytes, self._env.max_bytes)
+
+    def stage(self, record: Record, gradient: Gradient) -> Place:
+        self.writes += 1
+        return self.values.stage(record.spec, gradient)
+
+    def staged(self, spec: Spec, place: Place) -> Gradient:
+        return self.values.staged(spec, place)
+
+    def add_staged(self, record: Record, place: Place, weight: float) -> int:
+        self.writes += 1
+        value, is_waiting = self.values.add_staged(record.spec, record.value, place, weight)
+        if is_waiting:
+            self.to_fold[value] = record.full_name
+        return value
+
+    def free_staged(self, place: Place) -> None:
+        self.writes += 1
+        self.values.free_staged(place)
+
+    def fold(self, record: Record, value: int) -> None:
+        """Add to a value of the buffer what waits for it."""
+        self.writes += self.values.fold(record.spec, value)
