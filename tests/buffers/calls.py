@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 
 from service.buffers.changes import Add, Change, Create
+from service.buffers.gradients import Rows
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.perform import Outcome, Request
+from service.buffers.pushes import Part
 from service.buffers.record import Key, Receipt, Record, Spec
 from service.buffers.store import Store
 from service.dtypes import DTYPES, Array
@@ -49,6 +53,40 @@ def add(store: Store, name: str, gradient: Any, **rest: Any) -> Receipt:
     """Add a gradient and return the receipt. Plain numbers make a float32 gradient."""
     array = np.asarray(gradient, np.float32) if isinstance(gradient, float | int | list) else gradient
     return do(store, Add(name=name, gradient=array, **rest)).receipts[name]
+
+
+PUSH_SECONDS = 900.0
+
+
+def send_part(
+    store: Store,
+    number: int,
+    gradients: Mapping[str, Any],
+    *,
+    push: str = "p",
+    parts: int = 2,
+    weight: float = 1.0,
+    epoch: int | None = None,
+    contributor: str | None = None,
+    request: str = "",
+) -> Future[Outcome]:
+    """Send a part of a push. By default its request has the same bytes whenever it has the same gradients."""
+    text = request or repr(
+        [(name, getattr(each, "tolist", lambda each=each: each)()) for name, each in gradients.items()]
+    )
+    mark = f"{hash(text):+x}".encode().ljust(16)[:16]
+    place = Part(push, number, parts, store.namespace, mark, PUSH_SECONDS, weight, epoch, contributor)
+    more: dict[str, Any] = {"weight": weight, "epoch": epoch, "contributor": contributor}
+    adds = [
+        Add(name=name, tensor=name, gradient=each if isinstance(each, Rows) else np.asarray(each, np.float32), **more)
+        for name, each in gradients.items()
+    ]
+    return store.submit(Request(adds, part=place))
+
+
+def part(store: Store, *arguments: Any, **more: Any) -> Outcome:
+    """Send a part of a push, and return its outcome."""
+    return send_part(store, *arguments, **more).result(PATIENCE)
 
 
 def value(store: Store, name: str, epoch: int | None = None) -> Array:

@@ -15,6 +15,7 @@ from service.buffers.store import Store
 from tests.buffers.calls import do
 from tests.buffers.postgres import Schema
 from tests.buffers.stores import Clock, Reopen, open_lmdb, open_memory, open_postgres, reopening
+from tests.network import Network
 
 KINDS = ["memory", "lmdb", "postgres"]
 
@@ -36,6 +37,13 @@ def schema(postgres_url: str) -> Iterator[Schema]:
     made = Schema(postgres_url)
     yield made
     made.close()
+
+
+@pytest.fixture
+def network(schema: Schema) -> Iterator[Network]:
+    with Network(int(schema.url.rpartition(":")[2].partition("/")[0])) as network:
+        yield network
+        schema.close()
 
 
 @pytest.fixture(params=KINDS)

@@ -11,6 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from service.buffers import failpoints
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_push, unpack_record
 from service.buffers.postgres import PostgresStore, compactor, deltas, transaction, writer
@@ -82,6 +83,21 @@ class Schema:
         for what, query in queries.items():
             faults += [f"{what}: {blob}" for (blob,) in self.ask(query)]
         return faults
+
+
+class Once:
+    """An action at the first hit of a failpoint."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, point: str, action: Any) -> None:
+        self._point, self._action = point, action
+        self.times = 0
+        patch.setattr(failpoints, "action", self)
+
+    def __call__(self, point: str) -> None:
+        if point == self._point:
+            self.times += 1
+            if self.times == 1:
+                self._action()
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:

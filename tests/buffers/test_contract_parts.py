@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,36 +29,8 @@ from service.errors import (
     StoreFull,
     UnknownBuffer,
 )
-from tests.buffers.calls import LARGE, add, create, do, ones, state, told, value
+from tests.buffers.calls import LARGE, PUSH_SECONDS, add, create, do, ones, part, state, told, value
 from tests.buffers.stores import MAX_BYTES, PATIENCE, Clock
-
-SECONDS = 900.0
-
-
-def part(
-    store: Store,
-    number: int,
-    gradients: Mapping[str, Any],
-    *,
-    push: str = "p",
-    parts: int = 2,
-    weight: float = 1.0,
-    epoch: int | None = None,
-    contributor: str | None = None,
-    request: str = "",
-) -> Outcome:
-    """Send a part of a push. By default its request has the same bytes whenever it has the same gradients."""
-    text = request or repr(
-        [(name, getattr(each, "tolist", lambda each=each: each)()) for name, each in gradients.items()]
-    )
-    mark = f"{hash(text):+x}".encode().ljust(16)[:16]
-    place = Part(push, number, parts, store.namespace, mark, SECONDS, weight, epoch, contributor)
-    more: dict[str, Any] = {"weight": weight, "epoch": epoch, "contributor": contributor}
-    adds = [
-        Add(name=name, tensor=name, gradient=each if isinstance(each, Rows) else np.asarray(each, np.float32), **more)
-        for name, each in gradients.items()
-    ]
-    return store.submit(Request(adds, part=place)).result(PATIENCE)
 
 
 def refused(error: type[GradserveError], store: Store, *arguments: Any, **more: Any) -> GradserveError:
@@ -288,7 +259,7 @@ def test_pushes_equal_adds_to_the_bit(namespace: Store, dtype: str, pushed: Any)
     for number, shape in enumerate([(2, LARGE // 2), (1, LARGE // 2), (2, 1), (), (2, LARGE // 2), (2, LARGE // 2)]):
         gradient, weight = rng.standard_normal(shape).astype(pushed), (1.0, 0.3)[number % 2]
         add(namespace, "by adds", gradient, weight=weight)
-        part_of = Part(f"push {number}", 1, 2, namespace.namespace, bytes(16), SECONDS, weight)
+        part_of = Part(f"push {number}", 1, 2, namespace.namespace, bytes(16), PUSH_SECONDS, weight)
         change = Add(name="by parts", gradient=gradient, weight=weight)
         namespace.submit(Request([change], part=part_of)).result(PATIENCE)
         part(namespace, 2, {}, push=f"push {number}", weight=weight)
@@ -336,11 +307,11 @@ def test_a_push_is_forgotten_in_time(store: Store, clock: Clock) -> None:
         "epoch": None,
         "contributor": None,
         "began_at": clock.now,
-        "expires_at": clock.now + SECONDS,
+        "expires_at": clock.now + PUSH_SECONDS,
         "refused": None,
     }
     assert store.size()[1] >= empty + 4 * LARGE
-    clock.advance(SECONDS + 1)
+    clock.advance(PUSH_SECONDS + 1)
     assert part(store, 2, {}, request="two").staged == [2]
     assert value(store, "a").sum() == 0
     assert store.size()[1] < empty + 4 * LARGE

@@ -4,48 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
 
-from service.buffers import failpoints
 from service.buffers.changes import Add, Zero
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import PostgresStore, batch, connections, exchange, janitor, store, writer
 from service.buffers.postgres.batch import Submission
 from service.errors import StoreFailed
 from tests.buffers.calls import add, create, do, key, ones, value
-from tests.buffers.postgres import Schema, until, until_changed
+from tests.buffers.postgres import Once, Schema, until, until_changed
 from tests.buffers.stores import PATIENCE, Clock
 from tests.network import Network
 
 LARGE = 40_000
 DAY = 24 * 3600.0
-
-
-@pytest.fixture
-def network(schema: Schema) -> Iterator[Network]:
-    with Network(int(schema.url.rpartition(":")[2].partition("/")[0])) as network:
-        yield network
-        schema.close()
-
-
-class Once:
-    """An action at the first hit of a failpoint."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, point: str, action: Any) -> None:
-        self._point, self._action = point, action
-        self.times = 0
-        patch.setattr(failpoints, "action", self)
-
-    def __call__(self, point: str) -> None:
-        if point == self._point:
-            self.times += 1
-            if self.times == 1:
-                self._action()
 
 
 def added(store: PostgresStore, size: int, text: str | None) -> Future[Outcome]:
