@@ -77,10 +77,11 @@ def send_part(
     mark = f"{hash(text):+x}".encode().ljust(16)[:16]
     place = Part(push, number, parts, store.namespace, mark, PUSH_SECONDS, weight, epoch, contributor)
     more: dict[str, Any] = {"weight": weight, "epoch": epoch, "contributor": contributor}
-    adds = [
-        Add(name=name, tensor=name, gradient=each if isinstance(each, Rows) else np.asarray(each, np.float32), **more)
+    numbers = {
+        name: each if isinstance(each, Rows | np.ndarray) else np.asarray(each, np.float32)
         for name, each in gradients.items()
-    ]
+    }
+    adds = [Add(name=name, tensor=name, gradient=each, **more) for name, each in numbers.items()]
     return store.submit(Request(adds, part=place))
 
 

@@ -13,6 +13,7 @@ from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import due_entry
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.slots import CHUNK_BYTES
+from service.buffers.lmdb.values import StoredGradient
 from service.buffers.packed import FORMAT
 from service.buffers.readonly import WRONG
 from service.buffers.record import Spec
@@ -35,10 +36,12 @@ class LmdbMoment(Reader):
             slots.setdefault(value, [])
             with suppress(BufferCorrupt):
                 slots |= self.values.slots_of(value)
+        pushes = [*self._pushes(slots)]
         used, free, total = Counter(itertools.chain(*slots.values())), self.free_slots(), self.slot_count()
         yield f"{len(used)} slots in use, {len(free)} free"
         if lost := set(range(total)) - used.keys() - set(free):
             yield f"{len(lost)} slots of {CHUNK_BYTES} bytes are lost to damage; to regain them, export to a new store"
+        yield from pushes
         yield f"{self.entries()['keys']} idempotency keys"
         if damaged := self.keys.damaged():
             yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one of them fails"
@@ -50,6 +53,26 @@ class LmdbMoment(Reader):
             yield f"{WRONG}slot {slot} has more than one use"
         for slot in sorted(slot for slot in free if not 0 <= slot < total):
             yield f"{WRONG}slot {slot} is said to be free, but there are {total}"
+
+    def _pushes(self, slots: dict[int, list[int]]) -> Iterator[str]:
+        """Yield lines about incomplete pushes. Add to `slots` those of what they have staged, by the ids of values."""
+        for name, push in self.pushes.all():
+            whose = f"the push {name[1]!r} of the namespace {name[0]!r}"
+            if push is None:
+                yield f"{WRONG}{whose} is damaged: a part of it fails until it is forgotten"
+                continue
+            if not self.pushes.is_scheduled(name, push):
+                yield f"{WRONG}{whose} is not scheduled: what it has staged takes room until a part of it comes"
+            for buffer, place in ((buffer, staged.place) for _, buffer, staged in push.gradients if staged.place):
+                stored = StoredGradient(*place[:3])
+                slots |= {value: [] for value in stored.ids}
+                try:
+                    for value in stored.ids:
+                        slots |= self.values.slots_of(value)
+                    self.values.check(stored)
+                except BufferCorrupt:
+                    yield f"{WRONG}the gradient of {buffer!r} in {whose} is damaged"
+        yield f"{self.entries()['pushes']} incomplete pushes"
 
     def _unscheduled(self) -> Iterator[str]:
         """Yield a line for each running epoch that the store would not close at its deadline."""

@@ -57,9 +57,14 @@ class StoredGradient(NamedTuple):
     weight: float = 1.0
 
     @property
+    def sizes(self) -> list[int]:
+        """The bytes under each id."""
+        indices = [INDEX_BYTES * self.shape[0]] if len(self.ids) > 1 else []
+        return [*indices, math.prod(self.shape) * DTYPES[self.dtype].itemsize]
+
+    @property
     def nbytes(self) -> int:
-        indices = INDEX_BYTES * self.shape[0] if len(self.ids) > 1 else 0
-        return indices + math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return sum(self.sizes)
 
 
 @dataclass
@@ -148,16 +153,20 @@ class ValueReader:
     def gradient(self, spec: Spec, stored: StoredGradient) -> Gradient:
         """Return a stored gradient, of the buffer's shape."""
         dtype, shape = DTYPES[stored.dtype], tuple(stored.shape)
-        if len(stored.ids) > 1:
-            index_bytes = INDEX_BYTES * shape[0]
-            index = self._load_bytes(stored.ids[0], index_bytes).view(np.int64).reshape(2, shape[0])
-            rows = self._load_bytes(stored.ids[1], stored.nbytes - index_bytes).view(dtype)
-            return GatheredRows.of(spec.shape, index, rows.reshape(shape))
-        (value,) = stored.ids
-        entry = self._entry(value)
-        if shape == spec.shape and entry.inline is None:
+        value, entry = stored.ids[-1], self._entry(stored.ids[-1])
+        if shape == spec.shape and len(stored.ids) == 1 and entry.inline is None:
             return _Streamed(shape, dtype, lambda number, out: self._read(value, entry.chunks, number, out))
-        return Dense(self._load_bytes(value, stored.nbytes).view(dtype).reshape(shape), spec.shape)
+        *index, array = map(self._load_bytes, stored.ids, stored.sizes)
+        array = array.view(dtype).reshape(shape)
+        if index:
+            return GatheredRows.of(spec.shape, index[0].view(np.int64).reshape(2, shape[0]), array)
+        return Dense(array, spec.shape)
+
+    def check(self, stored: StoredGradient) -> None:
+        """Read a stored gradient."""
+        for value, size in zip(stored.ids, stored.sizes, strict=True):
+            for _ in self.streamed(Spec((size,), BOOL), value):
+                pass  # reading checks it
 
     def _entry(self, value: int) -> Entry:
         sealed = self._txn.get(NUMBER.pack(value), db=self._env.values)
