@@ -84,7 +84,10 @@ def wait(is_so: Callable[[], object], what: str, seconds: float = 2 * PATIENCE) 
 
 
 class Adder:
-    """A client that adds 1, n and the square of n to its own row, for n = 1, 2, 3, ..., and keeps the receipts."""
+    """A client that adds 1, n and the square of n to its own row, for n = 1, 2, 3, ..., and keeps the receipts.
+
+    Every second client pushes in parts, a part for each buffer.
+    """
 
     def __init__(self, urls: Sequence[str], row: int) -> None:
         self._urls, self._row = urls, row
@@ -96,7 +99,7 @@ class Adder:
             while not stop.is_set():
                 key = new_key()
                 self.started += 1
-                receipts = client.add_many(self._gradients(self.started), key=key)
+                receipts = self._add(client, self.started, key)
                 self.answered += 1
                 self._sent.append((key, receipts))
 
@@ -104,7 +107,11 @@ class Adder:
         """Send the last gradients again with their keys, and check that the receipts are the same."""
         with Balanced(self._urls) as client:
             for number, (key, receipts) in [*enumerate(self._sent, 1)][-most:]:
-                assert client.add_many(self._gradients(number), key=key) == receipts
+                assert self._add(client, number, key) == receipts
+
+    def _add(self, client: Client, number: int, key: str) -> Any:
+        gradients = self._gradients(number)
+        return client.push(gradients, push=key) if self._row % 2 else client.add_many(gradients, key=key)
 
     def _gradients(self, number: int) -> dict[str, Array]:
         small = np.zeros((CLIENTS, 3))

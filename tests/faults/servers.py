@@ -201,6 +201,15 @@ class Client:
         """Add to many buffers; return the receipts by buffer name."""
         return self.done("POST", "/v1/buffers/accumulate", key=key, **tensors(**gradients))["buffers"]
 
+    def push(self, gradients: Mapping[str, Array], *, push: str) -> Any:
+        """Add to many buffers by a push with a part for each; return the receipts by buffer name."""
+        answer = None
+        for part, (name, gradient) in enumerate(gradients.items(), 1):
+            query = {"push": push, "part": part, "parts": len(gradients)}
+            answer = self.done("POST", "/v1/buffers/accumulate", params=query, **tensors(**{name: gradient}))
+        assert answer is not None
+        return answer["buffers"]
+
     def metadata(self, name: str) -> Any:
         return self.done("GET", f"/v1/buffers/{name}")
 

@@ -25,6 +25,9 @@ FAILOVERS = 10 if LONG else 1
 STOPS = 20 if LONG else 1
 CANCELS = 50 if LONG else 3
 
+SIZE = 20_000
+"""Elements of a float64 gradient that is a blob."""
+
 WAITING = "backend_type = 'client backend' and wait_event = 'SyncRep'"
 WAITERS = f"from pg_stat_activity where {WAITING}"
 
@@ -173,6 +176,49 @@ def test_failovers(pair: Pair, tmp_path: Path) -> None:
             pair.standby.follow(pair.primary)
             load.go_on()
             load.check()
+
+
+def sent(client: Client, part: int, name: str, seconds: float) -> int | None:
+    """Send a part of a push once. Return the answer's status, or None if there is no answer in time."""
+    query = {"push": "p", "part": part, "parts": 2}
+    body = tensors(**{name: np.ones(SIZE)})
+    try:
+        answer = client.once("POST", "/v1/buffers/accumulate", params=query, timeout=seconds, **body)
+    except httpx.ReadTimeout:
+        return None
+    return answer.status_code
+
+
+def test_a_push_in_parts_outlives_failovers(pair: Pair, tmp_path: Path) -> None:
+    """One comes between its parts. One comes after the commit of the last part, which the next primary lacks."""
+
+    def fail_over() -> None:
+        pair.primary.stop(signal.SIGKILL)
+        if pair.standby.process is None:
+            pair.standby.start()
+        pair.promote()
+        pair.standby.follow(pair.primary)
+
+    with replicas(2, tmp_path, pair.url, durability="replicated") as (one, two), connected(one, two) as clients:
+        for name in "ab":
+            clients[0].create(name, (SIZE,))
+        assert sent(clients[0], 1, "a", PATIENCE) == 202
+        fail_over()
+        wait(lambda: sent(clients[0], 1, "a", PATIENCE) == 202, "the part does not come again")
+        assert [push["staged"] for push in clients[1].done("GET", "/v1/pushes")["pushes"]] == [[1]]
+        pair.standby.stop()
+        assert sent(clients[0], 2, "b", 1) is None
+        assert clients[1].metadata("a")["count"] == 0
+        wait(lambda: pair.primary.execute(f"select pg_cancel_backend(pid) {WAITERS}"), "the part does not wait")
+        wait(lambda: clients[1].metadata("a")["count"] == 1, "the commit is not visible")
+        for client, part, name in ((clients[1], 2, "b"), (clients[0], 1, "a")):
+            assert sent(client, part, name, 1) is None
+        fail_over()
+        assert [clients[1].metadata(name)["count"] for name in "ab"] == [0, 0]
+        receipts = [client.push({"a": np.ones(SIZE), "b": np.ones(SIZE)}, push="p") for client in clients]
+        assert receipts[0] == receipts[1]
+        assert [receipt["count"] for receipt in receipts[0].values()] == [1, 1]
+        assert all((clients[1].value(name) == 1).all() for name in "ab")
 
 
 def test_the_old_primary_acknowledges_nothing(pair: Pair, tmp_path: Path) -> None:
