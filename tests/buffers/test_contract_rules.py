@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from service import errors
-from service.buffers.changes import Add, Create, Delete, Restore, Take, Zero
+from service.buffers.changes import Add, Create, Delete, Take, Zero
 from service.buffers.epochs import MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS
 from service.buffers.names import BufferName
 from service.buffers.record import Record
+from service.buffers.restore import Restore
 from service.buffers.rules import CloseIfDue, SetRules
 from service.buffers.store import Store
 from tests.buffers.calls import add, create, do, fails_alone, key, ones, spec, value
