@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.buffers.calls import add, create, ones
 from tests.buffers.stores import PATIENCE, Clock, open_lmdb
 from tests.commands import called
 from tests.serving import serving
@@ -20,14 +19,27 @@ SMALL = 1 << 18
 ROOT = Path(__file__).parents[2]
 
 
-def grow(path: Path) -> None:
-    """Write more into the store than a server with a small limit would, as a server with a large limit."""
-    store = open_lmdb(path, Clock(), max_bytes=1 << 30)
-    names = [f"large{number}" for number in range(100)]
-    create(store, *names, shape=(12_000,))
-    for name in names:
-        add(store, name, ones(12_000))
-    store.close()
+GROW = """
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from service.buffers.changes import Add, Create
+from service.buffers.lmdb import LmdbStore
+from service.buffers.perform import Request
+from service.buffers.record import Spec
+from service.dtypes import FLOAT32
+
+store = LmdbStore(Path(sys.argv[1]), max_bytes=1 << 30)
+for number in range(100):
+    name = f"large{number}"
+    made = Create(name=name, spec=Spec((12_000,), FLOAT32)), Add(name=name, gradient=np.ones(12_000, np.float32))
+    for change in made:
+        store.submit(Request([change])).result(60)
+store.close()
+"""
+"""Writes more into a store than a server with a small limit would, as a server with a large limit."""
 
 
 def test_servers_with_different_limits_share_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,8 +47,7 @@ def test_servers_with_different_limits_share_a_store(tmp_path: Path, monkeypatch
     store = f"lmdb:{tmp_path}/store"
     with serving(store=store, store_bytes=SMALL) as url, httpx.Client(base_url=url, timeout=PATIENCE) as client:
         assert client.put("/v1/buffers/a", json={"shape": [2]}).status_code == 201
-        command = "from pathlib import Path; import sys; from tests.buffers import test_lmdb_map as here; "
-        subprocess.run([sys.executable, "-c", f"{command}here.grow(Path(sys.argv[1]))", f"{tmp_path}/store"], cwd=ROOT)
+        subprocess.run([sys.executable, "-c", GROW, f"{tmp_path}/store"], cwd=ROOT, check=True)
         assert client.get("/v2/health/ready").status_code == 200
         assert client.get("/v1/buffers/a").status_code == 200
         assert client.delete("/v1/buffers/large7").status_code == 204

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 
 from service.kernels import OPERATORS
 from tests.clients.proxy import Talker
-from tests.clients.terminal import COMMAND, Call, Done, environment, on_terminal, plain
+from tests.clients.terminal import COMMAND, Call, environment, on_terminal, plain
 from tests.serving import serving
 
 README = Path(__file__).parent.parent.parent / "clients" / "python" / "README.md"
@@ -45,14 +45,6 @@ def server(address: str) -> Iterator[Client]:
         for one in client.buffers.list():
             client.buffers[one.name].delete()
         yield client
-
-
-def called_alone(server: Client, *arguments: str | Path) -> Done:
-    """Call the command in a separate process."""
-    done = subprocess.run(
-        [COMMAND, *arguments], env=environment(server.url), capture_output=True, text=True, timeout=60
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
 
 
 # ----- operators -----
@@ -285,8 +277,8 @@ def test_errors_have_exit_codes_and_codes(
     assert re.fullmatch(rf"error: [^\n]+ \({code}\)\n", done.err), done.err
 
 
-def test_errors_as_json(server: Client) -> None:
-    done = called_alone(server, "buffers", "show", "missing", "--json")
+def test_errors_as_json(call: Call, server: Client) -> None:
+    done = call(server, "buffers", "show", "missing", "--json")
     assert (done.code, done.out) == (3, "")
     error = json.loads(done.err)["error"]
     assert (error["code"], error["status"], error["context"]) == ("unknown_buffer", 404, {"buffer": "missing"})
