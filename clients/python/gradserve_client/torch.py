@@ -138,8 +138,13 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
     def broadcast_parameters(self, *, send: bool) -> None:
         """Send this worker's parameters and buffers to all others, or set them to those of the worker that sends.
 
-        The others take the newest that were sent in their epoch or later, and continue in that epoch. They wait up to
-        `timeout` seconds. So a worker that joins late calls this once, and then another worker, between its steps. The
-        states of optimizers are not sent. Raises `EpochOpen` if nobody sends.
+        All workers make the same calls in an epoch: the second call waits for the second broadcast. The others take the
+        newest of their epoch or later, all tensors or none, and continue in that epoch. They wait up to `timeout`
+        seconds. So a worker that joins late calls this once, and then another worker, between its steps. The states of
+        optimizers are not sent.
+
+        Raises `EpochOpen` if nobody sends, and `InvalidInput` for a tensor that cannot be set. Raises `Conflict` if
+        this worker's parameters are not the run's: it came after epoch 0, or with start="any" to an epoch that has
+        begun with others.
         """
         self._broadcast_state(self._new_state(), send=send)

@@ -82,6 +82,8 @@ class Accumulator(Generic[M, D]):
             first.check_start(has_pushes=count > 0)
         self._joining = Joining(first, self._prefix, epoch, cares=start == "any")
         self._pushes = Pushes(self._sums, worker, epoch, new_run(self._prefix))
+        self._calls = epoch, 0
+        """The calls of `broadcast_parameters` in an epoch."""
         self._new_broadcast = partial(Broadcast, server, self._prefix, request_bytes, ttl_seconds)
 
     @abstractmethod
@@ -163,15 +165,25 @@ class Accumulator(Generic[M, D]):
         """Send this state to all others, or set it to that of the worker that sends."""
         self._pushes.wait()
         broadcast = self._new_broadcast(state.parts)
+        calls = self._calls[1] if self._calls[0] == self.epoch else 0
         if send:
-            self._joining.check(self.epoch)
-            broadcast.send(state.numbers(), self.epoch)
-            return
-        epoch, numbers = broadcast.receive(self.epoch, self._timeout)
-        state.set(numbers)
-        self._joining.receives()
-        if epoch != self.epoch:
-            self._pushes.begin(epoch)
+            self._check_sending(broadcast)
+            broadcast.send(state.numbers(), self.epoch, calls)
+        else:
+            epoch, numbers = broadcast.receive(self.epoch, calls, self._timeout)
+            state.set(numbers)
+            self._joining.shares()
+            if epoch != self.epoch:
+                self._pushes.begin(epoch)
+                calls = 0
+        self._calls = self.epoch, calls + 1
+
+    def _check_sending(self, broadcast: Broadcast) -> None:
+        """Raise `Conflict` if this worker's parameters may differ from those that the epoch has begun with."""
+        self._joining.check(self.epoch)
+        if self._joining.is_new and (self._sums.position() != (self.epoch, 0) or broadcast.has_sent(self.epoch)):
+            raise self._joining.begun(self.epoch)
+        self._joining.shares()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this worker, and its buffers' servers, to save beside the states of the model."""

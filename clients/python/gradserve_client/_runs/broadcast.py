@@ -21,7 +21,8 @@ _KEEP = 2
 class Broadcast:
     """The tensors of a model in buffers that close with each add: their epochs count the broadcasts.
 
-    The last buffer of a broadcast is the list: the epoch of the training, and the epoch of each buffer.
+    The last buffer of a broadcast is the list: the epoch of the training, the sender's calls in it before this one, and
+    the epoch of each buffer.
     """
 
     def __init__(
@@ -40,33 +41,44 @@ class Broadcast:
                 name: {**rules, "shape": part.shape, "dtype": part.dtype} for name, part in parts.items()
             }
             self._server.buffers.create_many(specs)
-        self._list.create(1 + len(self._parts), dtype="float64", **rules)
+        self._list.create(2 + len(self._parts), dtype="float64", **rules)
 
-    def send(self, numbers: Mapping[str, Gradient], epoch: int) -> None:
-        """Send the tensors of a worker in this epoch."""
+    def has_sent(self, epoch: int) -> bool:
+        """Return whether the newest broadcast is of this epoch or later."""
+        self._create()
+        try:
+            newest = self._list.info().epoch - 1
+            return newest >= 0 and int(self._list.value(epoch=newest)[0]) >= epoch
+        except EpochGone:  # discarded by `zero`
+            return False
+
+    def send(self, numbers: Mapping[str, Gradient], epoch: int, calls: int) -> None:
+        """Send the tensors of a worker in this epoch, after this many calls in it."""
         self._create()
         epochs: list[int] = []
         for names in self._rounds:
             receipts = self._server.buffers.accumulate({name: numbers[name] for name in names}, overwrite=True)
             epochs += [receipts[name].epoch for name in names]
-        self._list.accumulate(np.array([epoch, *epochs], np.float64), overwrite=True)
+        self._list.accumulate(np.array([epoch, calls, *epochs], np.float64), overwrite=True)
 
-    def receive(self, epoch: int, timeout: float) -> tuple[int, Mapping[str, Array]]:
-        """Return the tensors that were sent in this epoch or later, after their epoch.
+    def receive(self, epoch: int, calls: int, timeout: float) -> tuple[int, Mapping[str, Array]]:
+        """Return the tensors that were sent for this call in this epoch, or in a later epoch, after their epoch.
 
-        Raises `EpochOpen` if nobody sends them within `timeout` seconds.
+        Workers make the same calls in an epoch. Of several broadcasts the newest counts. Raises `EpochOpen` if nobody
+        sends within `timeout` seconds.
         """
         self._create()
         end = time.monotonic() + timeout
         number = max(self._list.info().epoch - 1, 0)
         while True:
             try:
-                sent, *epochs = self._list.value(epoch=number, timeout=max(end - time.monotonic(), 0.0)).tolist()
-                if sent >= epoch:
-                    return int(sent), self._read(list(map(int, epochs)))
+                found = self._list.value(epoch=number, timeout=max(end - time.monotonic(), 0.0))
+                sent, before, *epochs = map(int, found.tolist())
+                if (sent, before) >= (epoch, calls):
+                    return sent, self._read(epochs)
                 number += 1
-            except EpochGone:  # by two newer broadcasts
-                number = self._list.info().epoch - 1
+            except EpochGone:  # by newer broadcasts, by broadcasts that broke off, or by `zero`
+                number = max(number + 1, self._list.info().epoch - 1)
             except EpochOpen as error:
                 error.detail = f"Nobody has sent the parameters of epoch {epoch} or later within {timeout:g} seconds"
                 error.args = (error.detail,)

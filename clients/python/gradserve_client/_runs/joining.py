@@ -17,14 +17,16 @@ class Joining:
         self._first, self._prefix, self._cares = first, prefix, cares
         self._has_weights = cares or epoch == 0
         self._must_compare = False
+        self.is_new = cares
+        """Whether the run may have nothing of this worker's weights, though it says that it cares for them."""
 
     def loads(self) -> None:
         """Note that the worker goes on from its own checkpoint."""
-        self._has_weights, self._must_compare = True, not self._cares
+        self._has_weights, self._must_compare, self.is_new = True, not self._cares, False
 
-    def receives(self) -> None:
-        """Note that the worker has the parameters of another."""
-        self._has_weights, self._must_compare = True, False
+    def shares(self) -> None:
+        """Note that the worker sends its parameters, or has received those of another."""
+        self._has_weights, self._must_compare, self.is_new = True, False, False
 
     def check(self, epoch: int) -> None:
         """Raise `Conflict` if what the worker sends in this epoch may come from other weights than the run's."""
@@ -37,6 +39,13 @@ class Joining:
         if self._must_compare:
             self._first.check_frozen()
             self._must_compare = False
+
+    def begun(self, epoch: int) -> Conflict:
+        """Return the error of a worker that sends its parameters in an epoch that has others."""
+        return Conflict(
+            f"Epoch {epoch} of this run has begun with other parameters, perhaps of an earlier job: if this worker goes"
+            f" on, call load_state_dict() with its last state first; {new_run(self._prefix)}"
+        )
 
 
 def new_run(prefix: str) -> str:

@@ -34,7 +34,7 @@ class Trained:
 
     def __init__(self, name: str, parameter: Any, *, is_sparse: bool) -> None:
         self.name, self.parameter = name, parameter
-        self._sparse = _sparse_form(parameter) or ({"sparse_dim": 1} if is_sparse else None)
+        self._sparse = sparse_form(parameter) or ({"sparse_dim": 1} if is_sparse else None)
         """How the gradient is sparse: at first as the parameter or its module says, then as the last gradient was."""
         self._last_dtype = parameter.dtype
         if (fault := fault_of(parameter)) is not None:
@@ -70,7 +70,7 @@ class Trained:
 
     def sent(self, gradient: Any) -> None:
         """Note the form of a gradient that was sent."""
-        self._sparse = _sparse_form(gradient)
+        self._sparse = sparse_form(gradient)
         self._last_dtype = gradient.dtype
 
     def gradient(self, numbers: Array) -> Any:
@@ -83,7 +83,7 @@ class Trained:
         return torch.empty_like(self.parameter, dtype=self.dtype, requires_grad=False).copy_(found)
 
 
-def _sparse_form(tensor: Any) -> dict[str, Any] | None:
+def sparse_form(tensor: Any) -> dict[str, Any] | None:
     """Return the arguments of `to_sparse` that make a whole tensor like this, None for one that is not sparse."""
     if tensor.layout == torch.strided:
         return None

@@ -9,7 +9,7 @@ from gradserve_client._runs.names import buffer_name
 from gradserve_client._runs.parts import Layout, Part
 from gradserve_client._torch import torch
 from gradserve_client._torch.names import plain_names
-from gradserve_client._torch.parameters import distributed, dtype_name, numbers_of, tensor_of
+from gradserve_client._torch.parameters import distributed, dtype_name, numbers_of, sparse_form, tensor_of
 from gradserve_client._wire.tensors import Array
 from gradserve_client.errors import InvalidInput
 from gradserve_client.rows import Gradient
@@ -19,10 +19,16 @@ _SENT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class State:
-    """The parameters and buffers of a model, also the frozen ones, in parts of at most `limit` bytes."""
+    """The parameters and buffers of a model, also the frozen ones, in parts of at most `limit` bytes.
+
+    Raises `InvalidInput` if one of them cannot be set.
+    """
 
     def __init__(self, model: torch.nn.Module, prefix: str, limit: int) -> None:
         named = dict(model.named_parameters()) | dict(model.named_buffers())
+        for name, tensor in named.items():
+            if (fault := _fault(tensor)) is not None:
+                raise InvalidInput(f"{name!r} {fault}")
         self._tensors = {buffer_name(prefix, plain): named[name] for name, plain in plain_names(named).items()}
         self._layout = Layout(
             {name: Part(_shape(one), dtype_name(_sent_dtype(one)), None) for name, one in self._tensors.items()}, limit
@@ -45,10 +51,24 @@ class State:
         found, rest = {}, dict(numbers)
         for name, tensor in self._tensors.items():
             whole = self._layout.joined(name, rest).reshape(_shape(tensor))
-            found[name] = distributed(tensor_of(whole, tensor.dtype).to(tensor.device, tensor.dtype), tensor)
+            one = tensor_of(whole, tensor.dtype).to(tensor.device, tensor.dtype)
+            form = sparse_form(tensor)
+            found[name] = distributed(one, tensor) if form is None else one.to_sparse(**form)
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(found[name])
+
+
+def _fault(tensor: Any) -> str | None:
+    """Return why PyTorch cannot write into this tensor."""
+    if tensor.layout == torch.sparse_coo:
+        return None
+    if tensor.layout != torch.strided:
+        return f"is {tensor.layout}, which cannot be set: use torch.sparse_coo or a dense tensor"
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() > span:
+        return "has elements that share memory, so they cannot be set: register its clone() in its place"
+    return None
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
