@@ -20,6 +20,15 @@ class BufferName:
         return f"{type(self).__name__}({self.name!r})"
 
 
+def _known(kind: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that the data class has, with tuples for lists."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in fields.items()
+        if name in kind.__dataclass_fields__
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
     """The state of a buffer after a change."""
@@ -116,12 +125,39 @@ class BufferInfo:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> BufferInfo:
         """Read the server's JSON, without the members that this version of the client does not know."""
-        known: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in fields.items()
-            if name in cls.__dataclass_fields__
-        }
-        return cls(**known)
+        return cls(**_known(cls, fields))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedPush:
+    """A push in parts that is not complete."""
+
+    push: str
+    """The id of the push."""
+    parts: int
+    """The number of parts that complete it."""
+    staged: tuple[int, ...]
+    """The numbers of the parts that the server has."""
+    bytes: int
+    """The bytes of the staged gradients."""
+    count: int
+    """The number of buffers with a staged gradient."""
+    buffers: tuple[str, ...]
+    """The names of up to 100 of them."""
+    weight: float
+    epoch: int | None
+    contributor: str | None
+    began_at: float
+    """When the first part came, in seconds since 1970."""
+    expires_at: float
+    """When the server forgets the push unless it is complete."""
+    refused: str | None
+    """The code of the error that dropped the push."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> StagedPush:
+        """Read the server's JSON, without the members that this version of the client does not know."""
+        return cls(**_known(cls, fields))
 
 
 @dataclass(frozen=True, kw_only=True)

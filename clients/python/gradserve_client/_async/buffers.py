@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Unpack
 
 import numpy.typing as npt
 
+from gradserve_client._async._adding import added
 from gradserve_client._async.buffer import AsyncBuffer
 from gradserve_client._async.runner import AsyncRunner
-from gradserve_client._wire import answers, bulk
+from gradserve_client._wire import answers, bulk, pushes
 from gradserve_client._wire.arguments import as_key
 from gradserve_client._wire.specs import Reduce
 from gradserve_client._wire.tensors import Array, TensorLike
-from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, Receipt, Statistics, Taken
+from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, Receipt, StagedPush, Statistics, Taken
 from gradserve_client.rows import Rows
 
 
@@ -66,8 +67,13 @@ class AsyncBuffers:
         contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Receipt]:
-        """Add `weight` times each gradient to the buffer of its name, in one request; see `Buffer.accumulate`."""
-        return await self._runner.run(
+        """Add `weight` times each gradient to the buffer of its name, all or none; see `Buffer.accumulate`.
+
+        What one request cannot carry goes as a push in parts, which the server adds at one moment. Its id is the
+        `idempotency_key`. Raises `TooLarge` for a single gradient that is larger than a request.
+        """
+        return await added(
+            self._runner,
             bulk.accumulate(
                 gradients,
                 weight=weight,
@@ -76,8 +82,18 @@ class AsyncBuffers:
                 do_update=do_update,
                 contributor=contributor,
                 idempotency_key=idempotency_key,
-            )
+            ),
         )
+
+    async def pushes(self, prefix: str = "") -> Sequence[StagedPush]:
+        """Return the pushes in parts that are not complete and add to a buffer with `prefix`, the oldest first."""
+        found = [push for shard in self._runner.shards for push in await shard.run(pushes.listed(prefix))]
+        return sorted(found, key=lambda push: push.began_at)
+
+    async def forget_push(self, push: str) -> bool:
+        """Forget a push in parts that is not complete, and free its parts. Return whether any was staged."""
+        forgotten = [await shard.run(pushes.forget(push)) for shard in self._runner.shards]
+        return any(forgotten)
 
     async def value(
         self,
@@ -127,6 +143,26 @@ class AsyncBuffers:
                 reduce=reduce,
                 dtype=dtype,
                 idempotency_key=idempotency_key,
+            )
+        )
+
+    async def close_epoch(
+        self,
+        names: Collection[str] | None = None,
+        *,
+        prefix: str | None = None,
+        min_count: int = 0,
+        epoch: int | None = None,
+        timeout: float = 0.0,
+        idempotency_key: str | None = None,
+    ) -> dict[str, Receipt]:
+        """Close the epochs as `take` does, and return their receipts by name without the values.
+
+        So the epochs of a large model close at one moment. `value(epoch=...)` then reads them in pieces.
+        """
+        return await self._runner.run(
+            bulk.close_epoch(
+                names, prefix, min_count=min_count, epoch=epoch, timeout=timeout, idempotency_key=idempotency_key
             )
         )
 

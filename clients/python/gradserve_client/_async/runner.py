@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import Never, Protocol, TypeVar
+from typing import Any, Never, Protocol, TypeVar
 
 import anyio
 import httpx
@@ -33,6 +33,8 @@ class AsyncRunner:
     def __init__(self, requests: Requests, timeouts: Timeouts, channel: AsyncChannel) -> None:
         self._requests, self._timeouts, self._channel = requests, timeouts, channel
         self._ids, self._log = RequestIds(), Log(requests.place)
+        self.limits: dict[str, Any] = {}
+        """The limits of the server, once they are known."""
 
     @property
     def shards(self) -> tuple[AsyncRunner, ...]:
@@ -42,6 +44,10 @@ class AsyncRunner:
     def place_of(self, buffer: str) -> str:
         """Return the URL of the buffer's server."""
         return self._requests.place
+
+    def routes(self, call: Call[T]) -> list[tuple[AsyncRunner, Call[T]]]:
+        """Return the runners of the servers that a call is for, each with its part of the call."""
+        return [(self, call)]
 
     async def run(self, call: Call[T]) -> T:
         """Return the result of the call. Raises `GradserveError`."""

@@ -43,6 +43,7 @@ from gradserve_client._cli.output import (
     table,
     tensor_json,
 )
+from gradserve_client._cli.pushes import forget_push, pushes, staged_for
 from gradserve_client._cli.rules import create, set_rules
 from gradserve_client._cli.session import Session
 from gradserve_client._wire.specs import Reduce
@@ -94,24 +95,27 @@ def show(
     epoch: Annotated[int | None, typer.Option(help="Show the receipt of this closed epoch instead.")] = None,
     timeout: Wait = 0.0,
 ) -> None:
-    """Show the metadata of a buffer, or who was in a closed epoch and what closed it."""
+    """Show the metadata of a buffer and what is staged for it, or who was in a closed epoch and what closed it."""
     session: Session = ctx.obj
     with session.server() as server:
         buffer = server.buffers[name]
         found = buffer.info() if epoch is None else buffer.info(epoch=epoch, timeout=timeout)
+        parts = staged_for(server, name) if isinstance(found, BufferInfo) else []
     if isinstance(found, Receipt):
         if session.as_json:
             print_json(receipt_json(found))
         else:
             typer.echo(f"{receipt_line(found)}\ncontributors: {contributors(found.contributors)}")
     elif session.as_json:
-        print_json(asdict(found))
+        print_json({**asdict(found), "pushes": [asdict(push) for push in parts]})
     else:
-        print_info(found)
+        print_info(found, parts)
 
 
 app.command("create")(create)
 app.command("set-rules")(set_rules)
+app.command("pushes")(pushes)
+app.command("forget-push")(forget_push)
 
 
 @app.command()

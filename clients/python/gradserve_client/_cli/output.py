@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradserve_client._wire.tensors import Array
-from gradserve_client.models import BufferInfo, Receipt
+from gradserve_client.models import BufferInfo, Receipt, StagedPush
 
 _WIDE_COLUMNS = 10_000
 """Columns of an output that is not a terminal, so that its lines are never broken."""
@@ -82,7 +82,7 @@ def late(info: BufferInfo) -> list[str]:
     """Return when the deadline of the epoch ends, and who is missing, as text that may be empty."""
     missing = info.missing or ()
     more = [f"{len(missing) - _MOST_NAMED} more"] if len(missing) > _MOST_NAMED else []
-    ends = "" if info.deadline_at is None else _time(info.deadline_at)
+    ends = "" if info.deadline_at is None else time(info.deadline_at)
     return [ends, ", ".join([*missing[:_MOST_NAMED], *more])]
 
 
@@ -106,8 +106,8 @@ def size(number: int) -> str:
     return f"{amount:.3g} {unit}"
 
 
-def print_info(info: BufferInfo) -> None:
-    """Print a buffer's metadata, a line for each field."""
+def print_info(info: BufferInfo, pushes: Sequence[StagedPush] | None = None) -> None:
+    """Print a buffer's metadata, a line for each field, and what is staged for it if that is known."""
     rows = {
         "name": info.name,
         "shape": shape(info.shape),
@@ -124,9 +124,10 @@ def print_info(info: BufferInfo) -> None:
         "max norm": "none" if info.max_norm is None else f"{info.max_norm:g}",
         "keep": str(info.keep),
         "closed epochs": ", ".join(map(str, info.closed_epochs)) or "none",
-        "created": _time(info.created_at),
-        "updated": _time(info.updated_at),
-        "expires": "never" if info.expires_at is None else _time(info.expires_at),
+        **({} if pushes is None else {"staged": _staged(pushes)}),
+        "created": time(info.created_at),
+        "updated": time(info.updated_at),
+        "expires": "never" if info.expires_at is None else time(info.expires_at),
     }
     console().print(table(["", "value"], list(rows.items()), wraps="value", header=False))
 
@@ -135,10 +136,18 @@ def _deadline(info: BufferInfo) -> str:
     if info.deadline_seconds is None:
         return "none"
     rule = f"{info.deadline_seconds:g} s after the first gradient, if {info.min_count} are in"
-    return rule if info.deadline_at is None else f"{_time(info.deadline_at)}, {rule}"
+    return rule if info.deadline_at is None else f"{time(info.deadline_at)}, {rule}"
 
 
-def _time(seconds: float) -> str:
+def _staged(pushes: Sequence[StagedPush]) -> str:
+    if not pushes:
+        return "nothing"
+    parts = sum(len(push.staged) for push in pushes)
+    return f"{parts} part{'s' * (parts != 1)} of {len(pushes)} push{'es' * (len(pushes) != 1)}: see buffers pushes"
+
+
+def time(seconds: float) -> str:
+    """Return a time since 1970 as text."""
     return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 

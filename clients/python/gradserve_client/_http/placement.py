@@ -64,7 +64,8 @@ class Placement:
             names.setdefault(self.server_of(name), []).append(name)
         if call.body_for is not None:
             return [
-                (number, self._part(call, number, body=call.body_for(some))) for number, some in sorted(names.items())
+                (number, self._part(call, number, body=call.body_for(some), buffers=some))
+                for number, some in sorted(names.items())
             ]
         if len(names) > 1:
             places = ", ".join(f"{some[0]!r} on {self.urls[number]}" for number, some in names.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Never, Protocol, TypeVar
+from typing import Any, Never, Protocol, TypeVar
 
 import httpx
 
@@ -32,6 +32,8 @@ class Runner:
     def __init__(self, requests: Requests, timeouts: Timeouts, channel: Channel) -> None:
         self._requests, self._timeouts, self._channel = requests, timeouts, channel
         self._ids, self._log = RequestIds(), Log(requests.place)
+        self.limits: dict[str, Any] = {}
+        """The limits of the server, once they are known."""
 
     @property
     def shards(self) -> tuple[Runner, ...]:
@@ -41,6 +43,10 @@ class Runner:
     def place_of(self, buffer: str) -> str:
         """Return the URL of the buffer's server."""
         return self._requests.place
+
+    def routes(self, call: Call[T]) -> list[tuple[Runner, Call[T]]]:
+        """Return the runners of the servers that a call is for, each with its part of the call."""
+        return [(self, call)]
 
     def run(self, call: Call[T]) -> T:
         """Return the result of the call. Raises `GradserveError`."""

@@ -44,10 +44,13 @@ class Shards(Runner):
         """Return the URL of the buffer's server."""
         return self._shards[self._placement.server_of(buffer)].place_of(buffer)
 
+    def routes(self, call: Call[T]) -> list[tuple[Runner, Call[T]]]:
+        """Return the runners of the servers that a call is for, each with its part of the call."""
+        return [(self._shards[number], part) for number, part in self._placement.routes(call)]
+
     def run(self, call: Call[T]) -> T:
         """Return the merged results of the call's parts. Raises `GradserveError` after all parts have ended."""
-        routes = self._placement.routes(call)
-        return merged(call, together([partial(self._shards[number].run, part) for number, part in routes]))
+        return merged(call, together([partial(shard.run, part) for shard, part in self.routes(call)]))
 
     def close(self) -> None:
         """Close the connections, and refuse further calls."""

@@ -138,6 +138,21 @@ def take(
     return on_several(names, prefix, "take", answers.taken_by_name, **more)
 
 
+def close_epoch(
+    names: Collection[str] | None,
+    prefix: str | None,
+    *,
+    min_count: int,
+    epoch: int | None,
+    timeout: float,
+    idempotency_key: str | None,
+) -> Call[dict[str, Receipt]]:
+    """Close the epochs of several buffers."""
+    query = {"min_count": min_count, "epoch": epoch, "return": "receipt"}
+    key = as_key(idempotency_key)
+    return on_several(names, prefix, "take", answers.receipts, query=query, key=key, wait=timeout)
+
+
 def set_rules(
     names: Collection[str] | None, prefix: str | None, rules: BufferRules, *, all: bool, idempotency_key: str | None
 ) -> Call[dict[str, Receipt]]:
