@@ -79,11 +79,11 @@ def test_names_are_paths(server: Client, run: str) -> None:
         "pair": Pair(one, one),
         "layer": Layer(one, None),
         7: defaultdict(None, {"x": one}),
+        ("flat", 0, "bias"): one,
     }
     found = exchange(tree, tree, server, run)
-    assert {*names(server, run)} == {
-        *("params/Dense_0/kernel", "größe.0", "größe.1.0", "pair.left", "pair.right", "layer.kernel", "7.x")
-    }
+    expected = "params/Dense_0/kernel größe.0 größe.1.0 pair.left pair.right layer.kernel 7.x flat.0.bias"
+    assert {*names(server, run)} == {*expected.split()}
     assert [*found] == [*tree]
     for name in tree:
         assert jax.tree.structure(found[name]) == jax.tree.structure(tree[name])

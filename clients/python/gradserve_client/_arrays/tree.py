@@ -89,7 +89,7 @@ def _opened(nest: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any
     kind = type(nest)
     if kind is dict:
         keys = tuple(nest)
-        return [(str(key), child) for key, child in nest.items()], lambda new: dict(zip(keys, new, strict=True))
+        return [(_text(key), child) for key, child in nest.items()], lambda new: dict(zip(keys, new, strict=True))
     if kind in (list, tuple):
         return [(str(number), child) for number, child in enumerate(nest)], kind
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
@@ -112,7 +112,12 @@ def _opened_by_jax(nest: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any
 
 def _key(entry: Any) -> str:
     """Return a key of a path of JAX: of a mapping, a sequence, an attribute, or of a kind that names none."""
-    return str(next((getattr(entry, of) for of in ("key", "idx", "name") if hasattr(entry, of)), entry))
+    return _text(next((getattr(entry, of) for of in ("key", "idx", "name") if hasattr(entry, of)), entry))
+
+
+def _text(key: Any) -> str:
+    """Return a key as text. A tuple is a path, as in flax's flat dicts."""
+    return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def _joined(path: str, key: str) -> str:
