@@ -167,6 +167,44 @@ def test_rows_in_a_file_are_a_sparse_gradient(call: Call, server: Client, tmp_pa
     assert call(server, "buffers", "put", "b", one).code == 5
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_a_whole_file_is_added_to_all_buffers_or_to_none(
+    call: Call, server: Client, tmp_path: Path, key: str, suffix: str
+) -> None:
+    file = tmp_path / f"model{suffix}"
+    tensors: dict[str, Any] = {"w": np.array([[1.0, 2.0]], np.float32), "b": np.array(3.0)}
+    tensors |= {"emb/indices": np.array([2, -1]), "emb/rows": np.array([[1.0, 2.0], [3.0, 4.0]])}
+    if suffix == ".npz":
+        np.savez(file, **tensors)
+    else:
+        save_file(tensors, file)
+    assert call(server, "buffers", "add", file, "--prefix", "m.").code == 3
+    server.buffers.create_many({"m.w": {"shape": (1, 2)}, "m.b": {"shape": ()}, "m.emb": {"shape": (3, 2)}})
+    for _ in range(2):
+        added = call(server, "buffers", "add", file, "--prefix", "m.", "--weight", "2", "--key", key)
+    assert added.out.splitlines() == [
+        f"m.{name}: epoch 0, count 1, weight 2, done before" for name in ("b", "emb", "w")
+    ]
+    values = {name: server.buffers[f"m.{name}"].value().tolist() for name in ("b", "emb", "w")}
+    assert values == {"b": 6, "emb": [[0, 0], [0, 0], [8, 12]], "w": [[2, 4]]}
+    receipts = call(server, "buffers", "add", file, "--prefix", "m.", "--json").json
+    assert [(one["name"], one["count"]) for one in receipts] == [("m.b", 2), ("m.emb", 2), ("m.w", 2)]
+    assert call(server, "buffers", "add", "m.w", file, "--tensor", "w").out == "m.w: epoch 0, count 3, weight 4\n"
+
+
+def test_files_of_numpy_with_several_arrays(call: Call, server: Client, tmp_path: Path) -> None:
+    given, got, made = (tmp_path / name for name in ("in.npz", "out.npz", "value.npz"))
+    np.savez_compressed(given, dY=np.ones(2, np.float32), X=np.array([-1.0, 1.0], np.float32))
+    assert call(server, "run", "ReluGrad", given, "-o", got).code == 0
+    with np.load(got) as found:
+        assert {name: found[name].tolist() for name in found.files} == {"dX": [0, 1]}
+    server.buffers["b"].create(2, dtype="bfloat16")
+    assert call(server, "buffers", "put", "b", given, "--tensor", "X").code == 0
+    assert call(server, "buffers", "get", "b", "-o", made).code == 0
+    with np.load(made) as found:
+        np.testing.assert_array_equal(found["b"], np.array([-1, 1], np.float32), strict=True)
+
+
 def test_bfloat16_in_files(call: Call, server: Client, tmp_path: Path) -> None:
     values = np.array([1.5, -np.inf, 3e38], BF16)
     given, got, array = (tmp_path / name for name in ("in.safetensors", "out.safetensors", "out.npy"))
@@ -258,6 +296,13 @@ def test_watch_prints_lines_or_a_table(call: Call, server: Client, monkeypatch: 
         ("buffers add there two.safetensors --tensor c", 5, "unknown_tensor"),
         ("run ReluGrad junk.npy", 5, "invalid_file"),
         ("buffers add there junk.npy", 5, "invalid_file"),
+        ("buffers add junk.npy", 5, "unknown_tensor"),
+        ("buffers add empty.npz", 5, "unknown_tensor"),
+        ("buffers add junk.npz", 5, "invalid_file"),
+        ("buffers add objects.npz", 5, "invalid_file"),
+        ("buffers add torn.npz", 5, "invalid_file"),
+        ("buffers add two.safetensors", 3, "unknown_buffer"),
+        ("buffers add there", 1, "file_error"),
         ("--url ftp://nowhere ops", 5, "invalid_input"),
         ("buffers add there missing.npy", 1, "file_error"),
         ("buffers get there -o nowhere/x.npy", 1, "file_error"),
@@ -270,6 +315,13 @@ def test_errors_have_exit_codes_and_codes(
     server.buffers["there"].create(2)
     save_file({"a": np.ones(1, np.float32), "b": np.ones(2, np.float32)}, tmp_path / "two.safetensors")
     (tmp_path / "junk.npy").write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+    (tmp_path / "junk.npz").write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+    np.savez(tmp_path / "empty.npz")
+    np.savez(tmp_path / "objects.npz", a=np.array([None]))
+    np.savez_compressed(tmp_path / "torn.npz", a=np.arange(100))
+    torn = bytearray((tmp_path / "torn.npz").read_bytes())
+    torn[80:120] = bytes(40)
+    (tmp_path / "torn.npz").write_bytes(torn)
     files = {path.name: path for path in tmp_path.iterdir()}
     given: list[str | Path] = [files.get(word, word) for word in arguments.split()]
     done = call(server, *given)
@@ -297,6 +349,9 @@ def test_errors_as_json(call: Call, server: Client) -> None:
         ["buffers", "get", "b", "--reduce", "max"],
         ["run", "ReluGrad", "-a", "axis"],
         ["run", "ReluGrad", "-o", "x.npy"],
+        ["buffers", "add"],
+        ["buffers", "add", "x.npz", "--tensor", "a"],
+        ["buffers", "add", "b", "x.npz", "--prefix", "m."],
     ],
 )
 def test_usage_errors(call: Call, arguments: list[str]) -> None:

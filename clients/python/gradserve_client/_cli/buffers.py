@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from gradserve_client._cli import files
+from gradserve_client._cli.adding import add
 from gradserve_client._cli.options import (
     All,
-    Contributor,
     Epoch,
     File,
     Key,
@@ -23,7 +23,6 @@ from gradserve_client._cli.options import (
     SomeName,
     Tensor,
     Wait,
-    Weight,
     check_chosen,
 )
 from gradserve_client._cli.output import (
@@ -164,24 +163,7 @@ def put(
     _change(ctx, name, change)
 
 
-@app.command()
-def add(
-    ctx: typer.Context,
-    name: Name,
-    file: File,
-    tensor: Tensor = None,
-    weight: Weight = 1.0,
-    epoch: Epoch = None,
-    contributor: Contributor = None,
-    key: Key = None,
-) -> None:
-    """Add a tensor of a file to the sum, or the rows NAME/rows at NAME/indices of a sparse gradient."""
-
-    def change(buffer: Buffer) -> Receipt:
-        gradient = files.read_gradient(file, tensor)
-        return buffer.accumulate(gradient, weight=weight, epoch=epoch, contributor=contributor, idempotency_key=key)
-
-    _change(ctx, name, change)
+app.command("add")(add)
 
 
 @app.command()

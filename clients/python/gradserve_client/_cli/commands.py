@@ -121,10 +121,12 @@ def run(
     ctx: typer.Context,
     op: Annotated[str, typer.Argument(metavar="OP", help="The operator.")],
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="A safetensors file of the inputs, unless all are in buffers.")
+        Path | None,
+        typer.Argument(metavar="FILE", help="A safetensors or .npz file of the inputs, unless all are in buffers."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the outputs to this safetensors file.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the outputs to this safetensors or .npz file."),
     ] = None,
     attributes: Annotated[
         list[str] | None, typer.Option("--set", "-a", metavar="NAME=VALUE", help="An attribute. Repeat it for a list.")
@@ -142,7 +144,7 @@ def run(
     """Run an operator. Without -o, print the outputs, and the corners of large ones. Receipts are always printed."""
     session: Session = ctx.obj
     if output is not None and files.is_npy(output):
-        raise typer.BadParameter("an .npy file cannot name its outputs: use .safetensors", ctx=ctx)
+        raise typer.BadParameter("an .npy file cannot name its outputs: use .safetensors or .npz", ctx=ctx)
     values: dict[str, list[str]] = {}
     for name, value in _pairs("--set", "=", attributes):
         values.setdefault(name, []).append(value)

@@ -1,15 +1,18 @@
-"""Tensors in files: .npy by the suffix, otherwise safetensors."""
+"""Tensors in files: .npy and .npz by the suffix, otherwise safetensors."""
 
 from __future__ import annotations
 
 import errno
+import lzma
 import shutil
 import tokenize
 import uuid
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 
@@ -21,7 +24,9 @@ Write: TypeAlias = Callable[[Mapping[str, Array]], None]
 
 
 def read_all(path: Path) -> dict[str, Array]:
-    """Return the tensors of a safetensors file by name. Raises `InvalidInput` and `OSError`."""
+    """Return the tensors of a safetensors or .npz file by name. Raises `InvalidInput` and `OSError`."""
+    if path.suffix == ".npz":
+        return _read_npz(path)
     with path.open("rb") as file:
         body = bytearray(file.read())
     try:
@@ -47,6 +52,21 @@ def read_gradient(path: Path, tensor: str | None) -> Gradient:
     if indices in tensors and rows in tensors:
         return Rows(tensors[indices], tensors[rows])
     return _chosen(path, tensor, tensors)
+
+
+def read_gradients(path: Path) -> dict[str, Gradient]:
+    """Return all gradients of the file by name. Raises `InvalidInput` and `OSError`.
+
+    The tensors `NAME/indices` and `NAME/rows` are the sparse gradient `NAME`.
+    """
+    tensors: dict[str, Any] = {**_tensors(path)}
+    if not tensors:
+        raise InvalidInput(f"{path} has no tensor with a name: name its buffer before it", code="unknown_tensor")
+    sparse = {name.removesuffix("/rows") for name in tensors if name.endswith("/rows")}
+    sparse &= {name.removesuffix("/indices") for name in tensors if name.endswith("/indices")}
+    for name in sparse:
+        tensors |= {name: Rows(tensors.pop(f"{name}/indices"), tensors.pop(f"{name}/rows"))}
+    return tensors
 
 
 def _tensors(path: Path) -> dict[str, Array]:
@@ -114,12 +134,21 @@ def _write(path: Path, part: Path, tensors: Mapping[str, Array]) -> None:
         with part.open("wb") as file:
             if is_npy(path):
                 (array,) = tensors.values()
-                # The format has no bfloat16, and float32 holds each of its values.
-                np.save(file, array.astype(np.float32) if array.dtype == DTYPES["BF16"] else array)
+                _write_npy(file, array)
+            elif path.suffix == ".npz":
+                with zipfile.ZipFile(file, "w") as archive:
+                    for name, array in tensors.items():
+                        with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                            _write_npy(member, array)
             else:
                 file.writelines(encode({name: as_array(array, name) for name, array in tensors.items()}))
         if part != path:
             part.replace(path)
+
+
+def _write_npy(file: IO[bytes], array: Array) -> None:
+    """Write an array. The format has no bfloat16, and float32 holds each of its values."""
+    np.lib.format.write_array(file, array.astype(np.float32) if array.dtype == DTYPES["BF16"] else array)
 
 
 @contextmanager
@@ -132,8 +161,25 @@ def _errors_name(path: Path) -> Iterator[None]:
 
 
 def _read_npy(path: Path) -> Array:
-    with path.open("rb") as file:
-        try:
-            return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
-        except (ValueError, SyntaxError, TypeError, RecursionError, tokenize.TokenError) as error:
-            raise InvalidInput(f"{path} cannot be read as an .npy file: {error}", code="invalid_file") from error
+    with path.open("rb") as file, _errors_of(path, ".npy"):
+        return _array(file)
+
+
+def _read_npz(path: Path) -> dict[str, Array]:
+    with path.open("rb") as file, _errors_of(path, ".npz"), zipfile.ZipFile(file) as archive:
+        members = {name.removesuffix(".npy"): archive.open(name) for name in archive.namelist()}
+        return {name: _array(member) for name, member in members.items()}
+
+
+def _array(file: IO[bytes]) -> Array:
+    return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
+
+
+@contextmanager
+def _errors_of(path: Path, kind: str) -> Iterator[None]:
+    """Raise `InvalidInput` for what is wrong in a file of NumPy."""
+    damage = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError, MemoryError)
+    try:
+        yield
+    except (*damage, ValueError, SyntaxError, TypeError, tokenize.TokenError) as error:
+        raise InvalidInput(f"{path} cannot be read as an {kind} file: {error}", code="invalid_file") from error

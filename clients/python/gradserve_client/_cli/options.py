@@ -26,11 +26,11 @@ Prefix = Annotated[
     str | None, typer.Option(metavar="PREFIX", help="All buffers whose names begin with this, or none of them.")
 ]
 All = Annotated[bool, typer.Option("--all", help="All buffers of the namespace, or none of them.")]
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors or .npy file.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors, .npz or .npy file.")]
 Tensor = Annotated[str | None, typer.Option(metavar="NAME", help="The tensor of the file, if it has several.")]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write the value to this safetensors or .npy file."),
+    typer.Option("--output", "-o", metavar="FILE", help="Write the value to this safetensors, .npz or .npy file."),
 ]
 Epoch = Annotated[int | None, typer.Option(help="Change it only while the buffer is in this epoch.")]
 Weight = Annotated[float, typer.Option(help="The factor of the gradient.")]

@@ -1,0 +1,61 @@
+"""The command that adds the gradients of a file to buffers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradserve_client._cli import files
+from gradserve_client._cli.options import Contributor, Epoch, Key, Tensor, Weight
+from gradserve_client._cli.output import print_json, receipt_json, receipt_line
+from gradserve_client._cli.session import Session
+from gradserve_client.rows import Gradient
+
+
+def add(
+    ctx: typer.Context,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="The buffer. Without it, those of the tensors' names.")
+    ] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A safetensors, .npz or .npy file.")] = None,
+    tensor: Tensor = None,
+    prefix: Annotated[
+        str | None, typer.Option(metavar="PREFIX", help="What the buffers' names have before the tensors' names.")
+    ] = None,
+    weight: Weight = 1.0,
+    epoch: Epoch = None,
+    contributor: Contributor = None,
+    key: Key = None,
+) -> None:
+    """Add a tensor of a file to the sum, or all tensors of a file to the buffers of their names, or to none of them.
+
+    The rows NAME/rows at NAME/indices are the sparse gradient NAME.
+    """
+    session: Session = ctx.obj
+    options: Any = {"weight": weight, "epoch": epoch, "contributor": contributor, "idempotency_key": key}
+    if name is None:
+        raise typer.BadParameter("give FILE, or NAME and FILE")
+    if file is None:
+        gradients = _of_whole_file(Path(name), tensor, prefix or "")
+        with session.server() as server:
+            found = server.buffers.accumulate(gradients, **options)
+        receipts = [found[one] for one in gradients]
+    else:
+        if prefix is not None:
+            raise typer.BadParameter("--prefix is for a whole file: omit NAME")
+        gradient = files.read_gradient(file, tensor)
+        with session.server() as server:
+            receipts = [server.buffers[name].accumulate(gradient, **options)]
+    if not session.as_json:
+        typer.echo("\n".join(map(receipt_line, receipts)))
+    else:
+        print_json([*map(receipt_json, receipts)] if file is None else receipt_json(receipts[0]))
+
+
+def _of_whole_file(file: Path, tensor: str | None, prefix: str) -> dict[str, Gradient]:
+    """Return the gradients by the names of their buffers."""
+    if tensor is not None:
+        raise typer.BadParameter("--tensor needs the NAME of a buffer before FILE")
+    return {f"{prefix}{name}": gradient for name, gradient in sorted(files.read_gradients(file).items())}
