@@ -43,17 +43,17 @@ def make(txn: Transaction, request: Request, namespace: str, now: float) -> Outc
     if request.part is None:
         return perform(txn, request, namespace, now)
     if any(isinstance(change, Forget) for change in request.changes):
-        return _forget(txn, request.part)
+        return _forget(txn, request.part, now)
     return _make_part(txn, request.part, request.changes, now)
 
 
-def _forget(txn: Transaction, part: Part) -> Outcome:
+def _forget(txn: Transaction, part: Part, now: float) -> Outcome:
     """Forget the push if it is not complete, and free what it has staged: these parts."""
     push = txn.push(part.name)
     if push is None:
         return Outcome({}, staged=[])
     free_push(txn, part.name, push)
-    return Outcome({}, staged=push.numbers)
+    return Outcome({}, staged=push.numbers if push.until > now else [])
 
 
 def _make_part(txn: Transaction, part: Part, changes: Sequence[Change], now: float) -> Outcome:

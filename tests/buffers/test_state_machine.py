@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
+from service.buffers.parts import Forget
 from service.buffers.perform import Outcome, Request
+from service.buffers.pushes import Part
 from service.buffers.record import Spec
 from service.buffers.rules import CloseIfDue, SetRules
 from service.buffers.store import Store
@@ -152,9 +154,49 @@ class RefusedError(Exception):
     """An error whose code the store must raise, too."""
 
 
+@dataclass
+class StagedPart:
+    """A part of a push that the model has staged, with the births of its buffers and the norms of its gradients."""
+
+    mark: str
+    adds: list[Add]
+    births: dict[str, int]
+    norms: dict[str, float]
+
+
+@dataclass
+class StagedPush:
+    """A push in parts that the model has not completed. `common` is what all its parts say."""
+
+    common: Part
+    began: float
+    staged: dict[int, StagedPart] = field(default_factory=dict)
+    refusal: str | None = None
+
+    @property
+    def until(self) -> float:
+        return self.began + self.common.seconds
+
+    def check_norm(self, norms: list[float], buffers: list[Buffer]) -> None:
+        limits = [one.spec.max_norm for one in buffers if one.spec.max_norm is not None]
+        if self.common.weight and not all(math.hypot(*norms) <= most for most in limits):
+            raise RefusedError("norm_too_large")
+
+
+@dataclass
+class CompletePush:
+    """A push in parts that the model has added."""
+
+    at: float
+    marks: list[str]
+    receipts: dict[str, Any]
+    births: dict[str, int]
+
+
 class Model:
     def __init__(self, clock: Clock) -> None:
         self.clock, self.buffers, self.births = clock, dict[str, Buffer](), 0
+        self.pushes, self.complete = dict[str, StagedPush](), dict[str, CompletePush]()
 
     def alive(self) -> dict[str, Buffer]:
         """Return the buffers that have not expired, after the closing of epochs whose deadlines are over."""
@@ -181,7 +223,74 @@ class Model:
         self.buffers = buffers
         return receipts, values
 
-    def _check(self, change: Change, buffer: Buffer | None) -> None:
+    def part(self, part: Part, adds: list[Add]) -> tuple[dict[str, Any], list[int] | None, bool] | str:
+        """Return receipts, numbers of staged parts, and whether the part came before; or the expected error's code."""
+        alive, now = self.alive(), self.clock.now
+        done = self.complete.get(part.push)
+        if done is not None and now < done.at + KEY_SECONDS:
+            if part.mark not in done.marks:
+                return "idempotency_key_reused"
+            replaced = [name for name, birth in done.births.items() if name in alive and alive[name].birth != birth]
+            return "epoch_gone" if replaced else (done.receipts, None, True)
+        push = self.pushes.get(part.push)
+        if push is None or push.until <= now:
+            push = self.pushes[part.push] = StagedPush(part, now)
+        if push.refusal is not None:
+            return push.refusal
+        if part.number in push.staged:
+            known = push.staged[part.number].mark == part.mark
+            return ({}, sorted(push.staged), True) if known else "idempotency_key_reused"
+        try:
+            return self._stage(part, push, adds, alive)
+        except RefusedError as refused:
+            push.staged, push.refusal = {}, str(refused)
+            return push.refusal
+
+    def _stage(
+        self, part: Part, push: StagedPush, adds: list[Add], alive: dict[str, Buffer]
+    ) -> tuple[dict[str, Any], list[int] | None, bool]:
+        if part != push.common._replace(number=part.number, fingerprint=part.fingerprint):
+            raise RefusedError("invalid_parameter")
+        for add in adds:
+            self._check(add, alive.get(add.name), with_norm=False)
+        buffers = {add.name: alive[add.name] for add in adds}
+        for add in adds:
+            zeros = replace(buffers[add.name], value=np.zeros_like(buffers[add.name].value))
+            if not zeros.add(_array(add), add.weight, False, None, 0.0):
+                raise RefusedError("nonfinite_gradient")
+        births = {name: one.birth for name, one in buffers.items()}
+        norms = {add.name: _norm(add, buffers[add.name].spec) for add in adds if buffers[add.name].spec.max_norm}
+        push.staged[part.number] = StagedPart(part.mark, adds, births, norms)
+        push.check_norm([norm for each in push.staged.values() for norm in each.norms.values()], [*buffers.values()])
+        if len(push.staged) < part.parts:
+            return {}, sorted(push.staged), False
+        return self._complete(push, alive), None, False
+
+    def _complete(self, push: StagedPush, alive: dict[str, Buffer]) -> dict[str, Any]:
+        parts = [push.staged[number] for number in sorted(push.staged)]
+        adds = [(add, part) for part in parts for add in part.adds]
+        for add, part in adds:
+            self._check(add, alive.get(add.name), with_norm=False)
+            if alive[add.name].birth != part.births[add.name]:
+                raise RefusedError("unknown_buffer")
+        buffers = {add.name: alive[add.name] for add, _ in adds}
+        if not buffers:
+            raise RefusedError("missing_tensor")
+        if len(buffers) < len(adds):
+            raise RefusedError("invalid_request")
+        limited = [add for add, _ in adds if buffers[add.name].spec.max_norm]
+        push.check_norm([_norm(add, buffers[add.name].spec) for add in limited], [*buffers.values()])
+        for add, _ in adds:
+            if not replace(buffers[add.name]).add(_array(add), add.weight, False, None, 0.0):
+                raise RefusedError("nonfinite_gradient")
+        self.buffers = copy.deepcopy(alive)
+        receipts = {add.name: self._make(add, self.buffers)[0] for add, _ in adds}
+        births = {name: one.birth for name, one in buffers.items()}
+        self.complete[push.common.push] = CompletePush(self.clock.now, [part.mark for part in parts], receipts, births)
+        del self.pushes[push.common.push]
+        return receipts
+
+    def _check(self, change: Change, buffer: Buffer | None, *, with_norm: bool = True) -> None:
         if buffer is None:
             if isinstance(change, Create) and change.match is None:
                 if _contradicts(change.spec):
@@ -211,9 +320,8 @@ class Model:
                 raise RefusedError("duplicate_contributor")
             if change.do_update and not _fits(np.shape(_array(change)), buffer.spec.shape):
                 raise RefusedError("shape_mismatch")
-            if change.do_update and change.weight and buffer.spec.max_norm is not None:
-                whole = np.broadcast_to(_array(change), buffer.spec.shape).astype(np.float64)
-                if not np.linalg.norm(whole.reshape(-1)) <= buffer.spec.max_norm:
+            if with_norm and change.do_update and change.weight and buffer.spec.max_norm is not None:
+                if not _norm(change, buffer.spec) <= buffer.spec.max_norm:
                     raise RefusedError("norm_too_large")
 
     def _make(self, change: Change, buffers: dict[str, Buffer]) -> tuple[dict[str, Any], Array | None]:
@@ -273,6 +381,12 @@ def _contradicts(spec: Spec) -> bool:
 def _array(change: Add) -> Array:
     assert isinstance(change.gradient, np.ndarray)
     return change.gradient
+
+
+def _norm(add: Add, spec: Spec) -> float:
+    """Return the 2-norm of a gradient; nothing of it counts whose weight is 0."""
+    whole = np.broadcast_to(_array(add), spec.shape).astype(np.float64)
+    return float(np.linalg.norm(whole.reshape(-1))) if add.weight else 0.0
 
 
 def _fits(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
@@ -670,12 +784,123 @@ class Machine(RuleBasedStateMachine):
             assert_same_bits(snapshot.value, alive[snapshot.record.name].value)
 
 
-class MemoryMachine(Machine):
+PUSH_SECONDS = 60.0
+
+
+class PartsMachine(Machine):
+    """The rules of pushes in parts. At most a few pushes are open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[tuple[Part, list[Add]]] = []
+
+    def send(self, part: Part, adds: list[Add]) -> None:
+        """Send a part to store and model, and compare their answers."""
+        got: Outcome | str
+        try:
+            got = self.store.submit(Request(adds, part=part)).result(PATIENCE)
+        except GradserveError as error:
+            got = error.code
+        expected = self.model.part(part, adds)
+        if isinstance(expected, str):
+            assert got == expected
+        else:
+            assert isinstance(got, Outcome), got
+            assert (got.receipts, got.staged, got.replayed) == expected
+
+    def send_new(self, part: Part, adds: list[Add]) -> None:
+        self.requests += 1
+        part = part._replace(fingerprint=f"{self.requests}".encode().ljust(16))
+        self.parts.append((part, adds))
+        self.send(part, adds)
+
+    def open_pushes(self) -> list[StagedPush]:
+        return [push for push in self.model.pushes.values() if push.until > self.clock.now]
+
+    def adds_of(self, data: st.DataObject, part: Part, without: Sequence[str]) -> list[Add]:
+        """Draw adds to buffers that the push does not change yet, as far as there are any."""
+        alive = self.model.alive()
+        left = [name for name in alive if name not in without] or [*alive]
+        least = data.draw(st.sampled_from([1, 1, 1, 1, 0])) if left else 0
+        chosen = st.lists(st.sampled_from(left or [""]), min_size=least, max_size=2 * least, unique=True)
+        several = data.draw(chosen, label="names")
+        rest: dict[str, Any] = {"weight": part.weight, "epoch": part.epoch, "contributor": part.contributor}
+        numbers = {name: self.fitting(data, name) for name in several}
+        if several and data.draw(st.integers(0, 5)) == 5:
+            numbers[several[0]] = data.draw(gradients())
+        return [Add(name=name, tensor=name, gradient=numbers[name], **rest) for name in several]
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.model.alive() and len(self.open_pushes()) < 3)
+    def begin_a_push(self, data: st.DataObject) -> None:
+        epochs = [one.epoch for one in self.model.alive().values()]
+        part = Part(
+            f"push {self.requests}",
+            data.draw(st.integers(0, 2)),
+            data.draw(st.sampled_from([1, 2, 2, 2, 3])),
+            "",
+            b"",
+            PUSH_SECONDS,
+            data.draw(st.sampled_from([1.0, 1.0, 1.0, 0.5, -0.3, 0.0])),
+            data.draw(st.sampled_from([None, None, *epochs])),
+            data.draw(contributors),
+        )
+        self.send_new(part, self.adds_of(data, part, ()))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.open_pushes())
+    def go_on_with_parts(self, data: st.DataObject) -> None:
+        push = data.draw(st.sampled_from(self.open_pushes()), label="push")
+        part = push.common._replace(number=data.draw(st.integers(0, 3)))
+        if data.draw(st.integers(0, 9)) == 9:
+            part = part._replace(weight=2.0)
+        names = [add.name for each in push.staged.values() for add in each.adds]
+        self.send_new(part, self.adds_of(data, part, names))
+
+    @rule(data=st.data())
+    @precondition(lambda self: any(push.staged for push in self.open_pushes()))
+    def complete_with_empty_parts(self, data: st.DataObject) -> None:
+        push = data.draw(st.sampled_from([push for push in self.open_pushes() if push.staged]), label="push")
+        missing = [number for number in range(4) if number not in push.staged]
+        for number in missing[: push.common.parts - len(push.staged)]:
+            self.send_new(push.common._replace(number=number), [])
+
+    @rule(data=st.data(), other_bytes=st.sampled_from([False, False, False, True]))
+    @precondition(lambda self: self.parts)
+    def send_a_part_again(self, data: st.DataObject, other_bytes: bool) -> None:
+        """Send a part again, perhaps after its push is complete, forgotten or refused."""
+        part, adds = data.draw(st.sampled_from(self.parts), label="part")
+        self.send(part._replace(fingerprint=bytes(16)) if other_bytes else part, adds)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.model.pushes)
+    def forget_a_push(self, data: st.DataObject) -> None:
+        push = self.model.pushes.pop(data.draw(st.sampled_from([*self.model.pushes]), label="push"))
+        outcome = self.store.submit(Request([Forget()], part=push.common)).result(PATIENCE)
+        assert outcome.staged == (sorted(push.staged) if push.until > self.clock.now else [])
+
+    @invariant()
+    def pushes_are_the_same(self) -> None:
+        expected = [
+            (push.common.push, sorted(push.staged), _bytes_of(push), push.refusal)
+            for push in sorted(self.open_pushes(), key=lambda push: (push.began, push.common.push))
+        ]
+        found = [(name, push, push.as_json(name)) for name, push in self.store.pushes()]
+        assert [(name, push.numbers, push.nbytes, told["refused"]) for name, push, told in found] == expected
+
+
+def _bytes_of(push: StagedPush) -> int:
+    """Return the bytes of the gradients that change a sum."""
+    arrays = [_array(add) for part in push.staged.values() for add in part.adds if add.weight]
+    return sum(array.nbytes for array in arrays if array.size != 1 or array.any())
+
+
+class MemoryMachine(PartsMachine):
     def open(self) -> Store:
         return open_memory(self.clock, max_buffers=MOST_BUFFERS)
 
 
-class LmdbMachine(Machine):
+class LmdbMachine(PartsMachine):
     def __init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
         shrink_lmdb(self.patch)
@@ -712,7 +937,7 @@ class ByTurns:
             store.close()
 
 
-class PostgresMachine(Machine):
+class PostgresMachine(PartsMachine):
     url: str
     stores = 1
 
