@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import scipy.sparse
 import torch
-from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput, ServerFailed
+from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput, Rows, ServerFailed
 from gradserve_client._http.log import Log
 from gradserve_client._http.outcomes import Answer
 from gradserve_client._http.policy import RequestIds, Timeouts, steps_of
@@ -189,6 +190,46 @@ def test_malformed_tensors_are_refused_by_name(server: Any, form: str) -> None:
         with pytest.raises(InvalidInput, match="^w "):
             server.buffers.accumulate({"w": REFUSED[form]})
     assert server.buffers["w"].info().version == 0
+
+
+class Bcoo:
+    """A sparse array, as JAX has it."""
+
+    def todense(self) -> Any:
+        return np.eye(2)
+
+
+WORDS: dict[str, tuple[Any, str]] = {
+    "another dtype": (
+        np.ones(2, np.complex128),
+        r"is complex128, but must be one of float16, bfloat16, float32, float64$",
+    ),
+    "an integer": (np.ones(2, np.int64), r"is int64, but must be one of float16, bfloat16, float32, float64$"),
+    "scipy": (scipy.sparse.eye_array(2), r"it is a sparse dia_array: give it as Rows\(indices, rows\), or its todense"),
+    "JAX": (Bcoo(), r"it is a sparse Bcoo: give it as Rows\(indices, rows\)"),
+    "a tree": ({"dense": {"kernel": np.ones(2)}}, r"it is a dict, but tensors do not nest.*such as 'layer.weight'"),
+    "None": (None, "it is None: leave it out$"),
+}
+
+
+@pytest.mark.parametrize("form", WORDS)
+def test_what_is_no_gradient_is_named_with_a_way_out(server: Any, form: str) -> None:
+    gradient, words = WORDS[form]
+    server.buffers["w"].create((2,))
+    with pytest.raises(InvalidInput, match=f"^gradient .*{words}"):
+        server.buffers["w"].accumulate(gradient)
+    with pytest.raises(InvalidInput, match=f"^w .*{words}"):
+        server.buffers.accumulate({"w": gradient})
+    with pytest.raises(InvalidInput, match=f"^rows .*{words}"):
+        Rows([0], gradient)
+
+
+def test_many_gradients_without_names_are_refused(server: Any) -> None:
+    """As lists of arrays, which other frameworks send."""
+    with pytest.raises(InvalidInput, match="gradients is of type list, but must be a dict: gradients by the names of"):
+        server.buffers.accumulate([np.ones(2), np.ones(3)])
+    with pytest.raises(InvalidInput, match="specs is of type list, but must be a dict: specifications by the names"):
+        server.buffers.create_many([{"shape": 2}])
 
 
 @pytest.mark.parametrize("indices", [[1.5], [1 << 63], ["1"], [None]])

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from gradserve_client._wire.tensors import Array, TensorLike, as_array
+from gradserve_client._wire.tensors import FLOATS, Array, TensorLike, as_array
 
 
 class Rows:
@@ -30,7 +30,7 @@ class Rows:
 
     def __init__(self, indices: TensorLike, rows: TensorLike) -> None:
         self.indices: Array = as_array(indices, "indices", "int64")
-        self.rows: Array = as_array(rows, "rows", "float64")
+        self.rows: Array = as_array(rows, "rows", "float64", FLOATS)
 
     def __repr__(self) -> str:
         return f"Rows({self.indices!r}, {self.rows!r})"
@@ -60,4 +60,4 @@ def tensors_of(gradient: TensorLike | Rows, name: str) -> dict[str, Array]:
     """Return the tensors that carry the gradient of a buffer, or of `gradient`, in a request."""
     if isinstance(gradient, Rows):
         return {f"{name}/indices": gradient.indices, f"{name}/rows": gradient.rows}
-    return {name: as_array(gradient, name, "float64")}
+    return {name: as_array(gradient, name, "float64", FLOATS)}

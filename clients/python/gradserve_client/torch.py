@@ -103,7 +103,7 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
         if not gradients and weight:
             raise InvalidInput(
                 "No parameter has a gradient: call push after backward, once; without data, push(weight=0) counts for"
-                " the quorum"
+                f" the quorum{self._model.elsewhere()}"
             )
         try:
             pushed = self._push(gradients, weight, scale, wait=wait)

@@ -8,7 +8,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from gradserve_client import Client, ConnectionFailed, InvalidInput
+from gradserve_client import AsyncClient, Client, ConnectionFailed, InvalidInput
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.torch.training import Watched, assert_close, backward, fill_with, grads, net, own
@@ -125,6 +125,65 @@ def test_options_that_do_not_exist(server: Client, run: str, options: Any, words
         GradientAccumulator(net(), server, run=run, **options)
 
 
+@pytest.mark.parametrize(
+    ("rules", "parameter", "words"),
+    [
+        ({"quorum": 3, "min_count": 2}, "min_count", "min_count is 2, but only a deadline asks for it"),
+        ({"quorum": 2, "min_count": 5, "deadline_seconds": 9}, "min_count", "is 5, but the quorum of 2 closes"),
+        (
+            {"quorum": 3, "contributors": ["a", "b"], "per_contributor": 1, "worker": "a"},
+            "quorum",
+            "is 3, but the contributors make 2 pushes at most: 2 of them, 1 each",
+        ),
+        ({"contributors": ["a", "b"], "worker": "c"}, "worker", "'c', but must be one of the contributors.* 'a', 'b'"),
+        ({"contributors": [str(one) for one in range(9)]}, "worker", "is None, but .*'0', '1', '2', ...$"),
+        ({"contributors": ["a"], "worker": ""}, "worker", "must be 1 to 100 printable characters"),
+    ],
+)
+def test_rules_that_cannot_mean_what_they_say(server: Client, run: str, rules: Any, parameter: str, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words) as caught:
+        GradientAccumulator(net(), server, run=run, **rules)
+    assert caught.value.context == {"parameter": parameter}
+    assert not server.buffers.list(run)
+
+
+def test_a_quorum_of_several_pushes_of_each_contributor(server: Client, run: str) -> None:
+    model = net()
+    worker = GradientAccumulator(model, server, run=run, quorum=3, contributors=["a"], worker="a")
+    for _ in range(3):
+        fill_with(model, 1)
+        worker.push()
+    assert worker.pull().contributors == {"a": 3}
+
+
+def test_what_is_no_model_and_no_client(server: Client, run: str) -> None:
+    model, url = net(), server.url
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    faults: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (optimizer, server, {}, "model is of type SGD, but must be a torch.nn.Module"),
+        ([*model.parameters()], server, {}, "model is of type list, but must be a torch.nn.Module"),
+        (model, url, {}, r"server is of type str, but must be a Client, such as Client\(url\)"),
+        (model, AsyncClient(url), {}, "server is of type AsyncClient, but must be a Client"),
+        (model, server, {"run": 7}, "run is 7, but must be a name"),
+        (model, server, {"prefix": 7}, "prefix is 7, but must be a string"),
+    ]
+    for given, client, options, words in faults:
+        with pytest.raises(InvalidInput, match=words):
+            GradientAccumulator(given, client, **{"run": run, **options})
+    assert not server.buffers.list(run)
+
+
+def test_gradients_that_megatron_keeps_apart(server: Client, run: str) -> None:
+    model = net()
+    gradients = GradientAccumulator(model, server, run=run)
+    with pytest.raises(InvalidInput, match="call push after backward.*the quorum$"):
+        gradients.push()
+    for parameter in model.parameters():
+        parameter.main_grad = torch.ones_like(parameter)
+    with pytest.raises(InvalidInput, match="have main_grad, as with Megatron: set p.grad = p.main_grad"):
+        gradients.push()
+
+
 def test_nonfinite_gradients_are_refused(server: Client, run: str) -> None:
     model = net()
     gradients = GradientAccumulator(model, server, run=run, nonfinite="reject")
@@ -139,11 +198,11 @@ def test_rules_reach_the_buffers(server: Client, run: str) -> None:
     """Those that are given, and no norm for the tallies."""
     given: dict[str, Any] = {"deadline_seconds": 5.0, "min_count": 2, "quorum_weight": 8.0}
     given |= {"contributors": ("a",), "per_contributor": 3}
-    GradientAccumulator(net(), server, run=run, quorum=4, max_norm=2.0, **given)
+    GradientAccumulator(net(), server, run=run, worker="a", quorum=3, max_norm=2.0, **given)
     found = {one.name.removeprefix(f"{run}."): one for one in server.buffers.list(run)}
     norms = {name: one.max_norm for name, one in found.items() if name != "::start"}
     names = [name for name, _ in net().named_parameters()]
-    assert norms == {**dict.fromkeys(names, 2.0), "0.weight::tally": None}
+    assert norms == {**dict.fromkeys(names, 2.0), "0.bias::tally": None}
     for name in norms:
         assert {rule: getattr(found[name], rule) for rule in given} == given
 

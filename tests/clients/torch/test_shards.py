@@ -112,7 +112,7 @@ def test_a_state_says_where_the_buffers_are(urls: list[str], server: Client, run
     gradients = GradientAccumulator(net(), server, run=run, worker="0")
     state = gradients.state_dict()
     # elsewhere than the first parameter, whose server has a tally of its group under the same name
-    new, old, *_ = sorted(urls, key=lambda url: url == state["shards"][f"{run}.0.weight"])
+    new, old, *_ = sorted(urls, key=lambda url: url == state["shards"][f"{run}.0.bias"])
     moved = {f"{run}.{name}": new for name, _ in net().named_parameters()}
     gradients.load_state_dict({**state, "shards": moved})
     gradients.push(weight=0)

@@ -10,7 +10,7 @@ import torch
 from gradserve_client import Client, Conflict, EpochOpen, InvalidInput
 from gradserve_client.torch import GradientAccumulator
 
-from tests.clients.torch.training import backward, grads, net, same, shard
+from tests.clients.torch.training import backward, fill_with, grads, net, same, shard
 from tests.serving import serving
 
 
@@ -31,6 +31,19 @@ def half() -> Any:
 
 def deeper() -> Any:
     return torch.nn.Sequential(*net(), torch.nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("request_bytes", [None, 400])
+def test_layers_in_another_order_meet(server: Client, run: str, request_bytes: int | None) -> None:
+    layers = {"b": torch.ones(2), "a": torch.zeros(3), "c": torch.ones(40)}
+    models = [torch.nn.ParameterDict(layers), torch.nn.ParameterDict([*layers.items()][::-1])]
+    workers = [GradientAccumulator(model, server, run=run, quorum=2, request_bytes=request_bytes) for model in models]
+    for number, (worker, model) in enumerate(zip(workers, models, strict=True)):
+        fill_with(model, 1.0 + 2 * number)
+        worker.push()
+    for worker, model in zip(workers, models, strict=True):
+        assert worker.pull().count == 2
+        assert {grad.unique().item() for grad in grads(model)} == {2.0}
 
 
 @pytest.mark.parametrize("other", [renamed, half, deeper])

@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar, Unpack
 
 from gradserve_client._runs.broadcast import Broadcast
+from gradserve_client._runs.given import check_rules, check_server, check_worker
 from gradserve_client._runs.joining import Joining, new_run
 from gradserve_client._runs.model import Model, State
 from gradserve_client._runs.names import checked_prefix
 from gradserve_client._runs.pushes import Pushes
 from gradserve_client._runs.register import FirstWorker, fitting
 from gradserve_client._runs.sums import Summed, Sums, explained
-from gradserve_client._wire.arguments import as_contributor, check_choice
+from gradserve_client._wire.arguments import check_choice
 from gradserve_client._wire.specs import Reduce, rules_json
 from gradserve_client.client import Client
 from gradserve_client.errors import Conflict, EpochGone, EpochOpen, InvalidInput, NothingToAverage, mistaken
@@ -60,16 +61,16 @@ class Accumulator(Generic[M, D]):
         check_choice("reduce", reduce, ("mean", "sum"))
         check_choice("unused", unused, ("none", "zeros"))
         self._check_wire(wire_dtype)
-        rules_json(rules)  # a name or a value that is wrong fails before any request
-        if worker is not None:
-            as_contributor(worker, "worker")
+        check_server(server)
+        given: dict[str, Any] = {"keep": keep, "nonfinite": nonfinite, "per_contributor": MOST_PUSHES, **rules}
+        check_rules({**given, **rules_json(rules)})
+        check_worker(worker, rules.get("contributors"))
         self._prefix = checked_prefix(run, prefix)
         self._server, self._timeout = server, timeout
         self._reduce, self._unused, self._worker = reduce, unused, worker
         request_bytes = fitting(server, request_bytes)
         self._model = self._adapted(model, wire_dtype, request_bytes)
         ttl_seconds = rules.get("ttl_seconds")
-        given: dict[str, Any] = {"keep": keep, "nonfinite": nonfinite, "per_contributor": MOST_PUSHES, **rules}
         self._sums = Sums(server, self._model.parts, given, request_bytes)
         register = f"{self._prefix}::start"
         places = self._sums.found_places(self._prefix, register) if len(server.urls) > 1 else {}

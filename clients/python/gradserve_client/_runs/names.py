@@ -25,6 +25,8 @@ def checked_prefix(run: str, prefix: str | None) -> str:
     """
     if not (isinstance(run, str) and run):
         raise mistaken("run", f"is {run!r}, but must be a name")
+    if not isinstance(prefix, str | None):
+        raise mistaken("prefix", f"is {prefix!r}, but must be a string")
     if prefix is None:
         prefix = f"{quoted(run).replace('.', ':2E')}."
     as_name(f"{prefix}x")

@@ -11,7 +11,7 @@ from gradserve_client._runs.sums import Summed
 from gradserve_client._torch import torch
 from gradserve_client._torch.hashes import described, hashed, kept_buffers
 from gradserve_client._torch.parameters import Trained, changed, gradient_of, named_parameters, set_gradients, trained
-from gradserve_client.errors import InvalidInput
+from gradserve_client.errors import InvalidInput, mistaken
 from gradserve_client.rows import Gradient
 
 
@@ -23,7 +23,10 @@ class Model:
 
     def __init__(self, model: torch.nn.Module, prefix: str, wire: Any, limit: int) -> None:
         self._model, self._wire = model, wire
-        self._trained = {buffer_name(prefix, one.name): one for one in trained(model)}
+        if not isinstance(model, torch.nn.Module):
+            raise mistaken("model", f"is of type {type(model).__name__}, but must be a torch.nn.Module")
+        by_name = sorted(trained(model), key=lambda one: one.name)  # layers may have another order in another worker
+        self._trained = {buffer_name(prefix, one.name): one for one in by_name}
         if not self._trained:
             raise InvalidInput("The model has no parameter that requires a gradient")
         self._layout = Layout(
@@ -61,6 +64,12 @@ class Model:
     def gradients(self) -> dict[str, Any]:
         """Return the gradients that are not None."""
         return {name: one.parameter.grad for name, one in self._trained.items() if one.parameter.grad is not None}
+
+    def elsewhere(self) -> str:
+        """Return where the gradients are, as the end of a sentence, if Megatron keeps them apart."""
+        if all(getattr(one.parameter, "main_grad", None) is None for one in self._trained.values()):
+            return ""
+        return ". Parameters have main_grad, as with Megatron: set p.grad = p.main_grad.to(p.dtype) before push"
 
     def numbers(self, gradients: Mapping[str, Any], weight: float) -> tuple[dict[str, Gradient], set[str]]:
         """Return the numbers of all buffers, and the buffers that have a gradient. Weight 0 has none."""

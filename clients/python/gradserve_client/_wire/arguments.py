@@ -73,6 +73,13 @@ def check_some(name: str, items: Collection[object]) -> None:
         raise mistaken(name, "is empty, but must have at least one")
 
 
+def check_mapping(name: str, items: object, of: str) -> None:
+    """Raise if an argument is no dict, or is empty: `of` says what its names are of."""
+    if not isinstance(items, Mapping):
+        raise mistaken(name, f"is of type {type(items).__name__}, but must be a dict: {of} by the names of the buffers")
+    check_some(name, items)
+
+
 def as_whole(name: str, number: SupportsIndex) -> int:
     """Return an argument that is an integer."""
     try:

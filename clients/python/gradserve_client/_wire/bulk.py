@@ -12,7 +12,7 @@ from gradserve_client._http.outcomes import Answer
 from gradserve_client._http.policy import Call
 from gradserve_client._wire import answers
 from gradserve_client._wire.answers import JSON
-from gradserve_client._wire.arguments import as_dtype, as_key, as_name, as_query, check_some
+from gradserve_client._wire.arguments import as_dtype, as_key, as_name, as_query, check_mapping, check_some
 from gradserve_client._wire.specs import Reduce, add_query, rules_json, spec_json
 from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, encode
 from gradserve_client.errors import InvalidInput, mistaken
@@ -35,7 +35,7 @@ def page(prefix: str, cursor: str) -> Call[tuple[list[BufferInfo], str | None]]:
 
 def create(specs: Mapping[str, BufferSpec], *, idempotency_key: str | None) -> Call[dict[str, BufferInfo]]:
     """Create several buffers."""
-    check_some("specs", specs)
+    check_mapping("specs", specs, "specifications")
     described = {as_name(name): _described(name, spec) for name, spec in specs.items()}
 
     def body(names: Collection[str]) -> list[bytes | memoryview]:
@@ -72,7 +72,7 @@ def accumulate(
     idempotency_key: str | None,
 ) -> Call[dict[str, Receipt]]:
     """Add a gradient to each of several buffers."""
-    check_some("gradients", gradients)
+    check_mapping("gradients", gradients, "gradients")
     tensors = {name: tensors_of(gradient, name) for name, gradient in gradients.items()}
 
     def body(names: Collection[str]) -> list[bytes | memoryview]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import ml_dtypes
@@ -48,13 +48,19 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """The service's dtypes by their names in a safetensors file."""
 
+FLOATS = tuple(dtype for name, dtype in DTYPES.items() if "F" in name)
+"""The dtypes that gradients have."""
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def as_array(value: Any, name: str, default: str = "float32") -> Array:
+def as_array(
+    value: Any, name: str, default: str = "float32", dtypes: Collection[np.dtype[Any]] = tuple(DTYPES.values())
+) -> Array:
     """Return `value` as a row-major, little-endian array, a view if `value` has that form already.
 
-    `default` is the dtype of nested lists and numbers. Raises `InvalidInput` with `name` in its text.
+    `default` is the dtype of nested lists and numbers. Raises `InvalidInput` with `name` in its text, also unless the
+    array has one of these `dtypes`.
     """
     try:
         array = _array(value, default)
@@ -63,8 +69,8 @@ def as_array(value: Any, name: str, default: str = "float32") -> Array:
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         raise InvalidInput(f"{name} has masked elements, which cannot be sent", code="invalid_tensor")
     dtype = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
-    if dtype not in _NAMES:
-        known = ", ".join(dtype.name for dtype in DTYPES.values())
+    if dtype not in dtypes:
+        known = ", ".join(dtype.name for dtype in dtypes)
         raise InvalidInput(f"{name} is {array.dtype}, but must be one of {known}", code="dtype_mismatch")
     return np.asarray(array, dtype.newbyteorder("<"), order="C")
 
@@ -74,11 +80,24 @@ def _array(value: Any, default: str) -> Array:
         return value
     if hasattr(value, "detach") and any(kind.__module__ == "torch" for kind in type(value).__mro__):
         return _from_torch(value)
+    if (fault := _fault(value)) is not None:
+        raise ValueError(fault)
     if hasattr(value, "__array__"):
         return np.asarray(value)
     if isinstance(value, SupportsDLPack):
         return np.from_dlpack(value)
     return _from_numbers(value, np.dtype(default))
+
+
+def _fault(value: Any) -> str | None:
+    """Return why an object is no tensor, and what to give in its place. None: it may be one."""
+    if value is None:
+        return "it is None: leave it out"
+    if isinstance(value, Mapping):
+        return "it is a dict, but tensors do not nest: give each a name of its own, such as 'layer.weight'"
+    if hasattr(value, "todense"):
+        return f"it is a sparse {type(value).__name__}: give it as Rows(indices, rows), or its todense()"
+    return None
 
 
 def _from_numbers(value: Any, dtype: np.dtype[Any]) -> Array:
@@ -120,6 +139,8 @@ def encode(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
 def decode(body: bytearray) -> tuple[dict[str, Array], dict[str, str]]:
     """Return the tensors of a file, as writable views of `body`, and its metadata. Raises `ValueError`."""
     length = int.from_bytes(body[:8], "little")
+    if body[8:9] != b"{":
+        raise ValueError("it does not begin with a header in JSON")
     header = json.loads(body[8 : 8 + length])
     if not isinstance(header, dict):
         raise ValueError("the header is not a JSON object")
