@@ -175,8 +175,10 @@ def test_the_last_part_moves_no_bytes(schema: Schema, size: int, count: int) -> 
         return int(schema.ask(log)[0][0]) - int(before)
 
     staging = written(1, {name: ones(size) for name in names})
+    assert store.measures()["unfolded_bytes"] == 0
     completing = written(2, {})
     assert staging > 4 * size * count > 10 * completing
+    assert store.measures()["unfolded_bytes"] == 4 * size * count
     assert (value(store, names[-1]) == 1).all()
 
 

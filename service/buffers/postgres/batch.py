@@ -1,6 +1,7 @@
 """The two round trips of a writer's transaction.
 
-The first locks and reads all that the requests name. The second writes all that they changed, and commits.
+The first locks and reads all that the requests name. The second writes all that they changed, and commits. Parts of
+pushes take one more before: their keys and pushes say which buffers the first locks.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Delta(NamedTuple):
     blob: int | None
     data: bytes | None
     staged: int | None = None
-    """The value that the row has in the database, if it was staged there: it gets the place and the weight of this."""
+    """The value of the row in the database, if it was staged: the row gets the place and the weight of this delta."""
 
 
 def payload_of(gradient: Array | Gradient) -> Payload:

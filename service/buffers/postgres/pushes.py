@@ -1,7 +1,8 @@
 """The pushes in parts in the database.
 
-A staged gradient is the only delta of a value of its own, which no buffer has. To add it, `MOVE` makes it a delta of
-the sum. A blob stays where it is, and so do the numbers of a row above 2 KB, which PostgreSQL keeps beside its table.
+A staged gradient is the only delta of a value of its own, which no buffer has and which it overwrites: there is nothing
+to add up. To add it, `MOVE` makes it a delta of the sum. A blob stays where it is, and so do the numbers of a row above
+2 KB, which PostgreSQL keeps beside its table.
 
 The lock of its key protects a push against other servers, and the lock of its row protects it against the janitor.
 """
@@ -34,7 +35,7 @@ STAGED_BYTES = Statement("""
 STAGED_VALUES = Statement("select value from deltas where value = any($1::bigint[])")
 
 MOVE = Statement("""
-    update deltas set value = moved.value, seq = moved.seq, weight = moved.weight
+    update deltas set value = moved.value, seq = moved.seq, weight = moved.weight, overwrite = false
     from unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::double precision[]) as moved(staged, value, seq, weight)
     where deltas.value = moved.staged
 """)

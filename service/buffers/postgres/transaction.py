@@ -250,7 +250,7 @@ class PostgresTransaction:
 
     def stage(self, record: Record, gradient: Gradient) -> Place:
         value = self.new_id()
-        self._append(value, 1, gradient, 1.0, overwrite=False)
+        self._append(value, 1, gradient, 1.0, overwrite=True)
         return [value]
 
     def staged(self, spec: Spec, place: Place) -> Gradient:
@@ -286,4 +286,4 @@ def _latest(name: K, *states: Mapping[K, V | BufferCorrupt | None]) -> V | None:
 
 def _moved(delta: Delta, value: int, seq: int, weight: float) -> Delta:
     """Return a staged delta as a part of a sum."""
-    return delta._replace(value=value, seq=seq, weight=weight)
+    return delta._replace(value=value, seq=seq, weight=weight, overwrite=False)
