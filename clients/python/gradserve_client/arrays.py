@@ -124,9 +124,13 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
         The tree may have more than the accumulator's, such as batch statistics and the state of an optimizer. It has
         the same paths, shapes and dtypes in all workers and in all calls. Integers up to 2**53 are sent, too.
 
-        The others get the newest that was sent in their epoch or later, and continue in that epoch. They wait up to
-        `timeout` seconds. So a worker that joins late calls this once, and then another worker, between its steps.
-        Raises `EpochOpen` if nobody sends.
+        All workers make the same calls in an epoch: the second call waits for the second broadcast. The others get the
+        newest of their epoch or later, and continue in that epoch. They wait up to `timeout` seconds. So a worker that
+        joins late calls this once, and then another worker, between its steps.
+
+        Raises `EpochOpen` if nobody sends, and `InvalidInput` for an array that cannot be sent. Raises `Conflict` if
+        this worker's arrays are not the run's: it came after epoch 0, or with start="any" to an epoch that has begun
+        with others.
         """
         state = self._new_state(tree)
         self._broadcast_state(state, send=send)
