@@ -95,7 +95,7 @@ def running(connect: Callable[[], Client]) -> Iterator[None]:
 
 
 def _check(client: Client, several: list[Contributor], ruler: Ruler) -> None:
-    client.done("PATCH", "/v1/buffers/b", json={"deadline_seconds": None})  # nothing changes any more
+    client.done("PATCH", "/v1/buffers/b", json={"deadline_seconds": None, "min_count": 1})  # nothing changes now
     known = client.metadata("b")
     assert known["closed_epochs"] == [*range(max(0, known["epoch"] - KEEP), known["epoch"])]
     found = []

@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
+from service.buffers.packed import FORMAT
 from tests.faults.servers import LONG, PATIENCE, SAFETENSORS, Client, Server, contents, kill, new_key, tensors
 from tests.serving import assert_problem
 
@@ -76,7 +77,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     **{f"cut {number}": lambda data, to=to: cut(data, to(data.stat().st_size)) for number, to in enumerate(SIZES)},  # type: ignore[misc]
     "gone": Path.unlink,
     "heads overwritten": overwrite_heads,
-    "a newer format": lambda data: flip(data.parent, b"format3", 6),
+    "a newer format": lambda data: flip(data.parent, f"format{FORMAT}".encode(), 6),
 }
 
 
