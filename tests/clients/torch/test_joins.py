@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradserve_client import Client, Conflict
+from gradserve_client import Client, Conflict, EpochOpen
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.torch.training import assert_close, backward, fill_with, grads, net, own, same
@@ -262,3 +262,54 @@ def test_a_checkpoint_on_another_base_is_refused_at_the_first_push(server: Clien
     changed = joined(Tuned(seed=1), server, run, 0, start="any")
     changed.load_state_dict(state)
     assert changed.push(weight=0).count == 2
+
+
+# ----- rules that have changed -----
+
+
+@pytest.mark.parametrize("request_bytes", [None, 400], ids=["one request", "many requests"])
+def test_a_worker_with_its_old_arguments_follows_the_runs_rules(
+    server: Client, run: str, request_bytes: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"quorum": 3, "contributors": NAMES, "deadline_seconds": 60, "min_count": 2, "request_bytes": request_bytes}
+    models = [net() for _ in NAMES]
+    workers = [joined(model, server, run, rank, **given) for rank, model in enumerate(models)]
+    workers[0].set_rules(quorum=2, contributors=NAMES[:2], deadline_seconds=None, min_count=1, max_norm=1e9)
+    assert not caplog.records
+    again = joined(models[1], server, run, 1, **given)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    said = record.getMessage()
+    assert "contributors is ['rank0', 'rank1'], not ['rank0', 'rank1', 'rank2']" in said
+    assert "deadline_seconds is None, not 60.0" in said
+    assert "quorum is 2, not 3" in said
+    assert "per_contributor" not in said
+    again.load_state_dict(again.state_dict())
+    again.set_rules(quorum_weight=8)
+    step((models[0], workers[0]), (models[1], again))
+    assert {info.quorum for info in server.buffers.list(run) if "::st" not in info.name} == {2}
+    joined(net(), server, run, 2, **{**given, "quorum": 5}, start="any")
+    with pytest.raises(Conflict, match="keep 1, not 2"):
+        joined(net(), server, run, 2, **given, keep=2, start="any")
+
+
+def test_a_worker_without_a_quorum_follows_a_run_that_has_one(
+    server: Client, run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its pull waits for the others, and does not close the epoch."""
+    (model, worker), _ = pair(server, run, quorum=3)
+    worker.set_rules(quorum=2)
+    other = joined(net(), server, run, 1, quorum=None, timeout=0.05)
+    backward(model, 4, 1)
+    worker.push()
+    with pytest.raises(EpochOpen, match="1 of 2"):
+        other.pull()
+    assert "quorum is 2, not None" in caplog.text
+
+
+def test_other_rules_are_refused_while_those_of_the_first_worker_hold(server: Client, run: str) -> None:
+    pair(server, run, quorum=3, deadline_seconds=5, min_count=2)
+    joined(net(), server, run, 1, quorum=3, deadline_seconds=5.0, min_count=2, max_norm=None)
+    for other in ({"quorum": 2}, {"quorum": 3, "min_count": 1}, {"quorum": 3, "contributors": NAMES}):
+        with pytest.raises(Conflict, match="There is a buffer"):
+            joined(net(), server, run, 1, deadline_seconds=5, **{"min_count": 2, **other})

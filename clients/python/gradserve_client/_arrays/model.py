@@ -12,7 +12,7 @@ import numpy as np
 from gradserve_client._arrays.leaves import FLOAT_DTYPES, HALF_DTYPES, Leaf, leaves, numbers_of, sum_dtype
 from gradserve_client._arrays.tree import filled, flattened, leaves_of
 from gradserve_client._runs.parts import Layout, Part
-from gradserve_client._runs.sums import Summed
+from gradserve_client._runs.summed import Summed
 from gradserve_client._wire.tensors import Array
 from gradserve_client.errors import InvalidInput
 from gradserve_client.rows import Gradient

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, Unpack
 
+from gradserve_client._http.log import logger
 from gradserve_client._runs.broadcast import Broadcast
 from gradserve_client._runs.given import check_rules, check_server, check_worker
 from gradserve_client._runs.joining import Joining, new_run
@@ -15,7 +16,8 @@ from gradserve_client._runs.model import Model, State
 from gradserve_client._runs.names import checked_prefix
 from gradserve_client._runs.pushes import Pushes
 from gradserve_client._runs.register import FirstWorker, fitting
-from gradserve_client._runs.sums import Summed, Sums, explained
+from gradserve_client._runs.summed import Summed
+from gradserve_client._runs.sums import Sums, explained
 from gradserve_client._wire.arguments import check_choice
 from gradserve_client._wire.specs import Reduce, rules_json
 from gradserve_client.client import Client
@@ -75,9 +77,9 @@ class Accumulator(Generic[M, D]):
         register = f"{self._prefix}::start"
         places = self._sums.found_places(self._prefix, register) if len(server.urls) > 1 else {}
         server.place(places)
-        first = FirstWorker(server, register, run, self._model, request_bytes, ttl_seconds)
+        self._first = first = FirstWorker(server, register, run, self._model, request_bytes, given)
         first.check_form()
-        self._sums.open(places)
+        self._open(places)
         epoch, count = self._sums.position()
         if start == "same" and epoch == 0:
             first.check_start(has_pushes=count > 0)
@@ -86,6 +88,18 @@ class Accumulator(Generic[M, D]):
         self._calls = epoch, 0
         """The calls of `broadcast_parameters` in an epoch."""
         self._new_broadcast = partial(Broadcast, server, self._prefix, request_bytes, ttl_seconds)
+
+    def _open(self, places: Mapping[str, str]) -> None:
+        """Open the buffers. If their rules have changed since the first worker gave them, follow these."""
+        try:
+            self._sums.open(places)
+        except Conflict as error:
+            if error.code != "buffer_exists" or self._first.has(rules := self._sums.rules()):
+                raise
+            if differing := self._sums.follow(rules):
+                text = "The rules of %r have changed since its first worker gave them, and this worker follows: %s"
+                logger.warning(text, self._prefix, ", ".join(differing))
+            self._sums.open(places)
 
     @abstractmethod
     def _check_wire(self, dtype: D | None) -> None:
@@ -156,7 +170,7 @@ class Accumulator(Generic[M, D]):
         """Change these of the buffers' rules, in a request for as many buffers as one push sends in a request.
 
         None takes a rule away. If the running epoch fulfils a new rule already, it closes at once. One worker calls
-        this for all. Workers that join or restart later give the new rules, because their buffers must be equal. Raises
+        this for all. Workers that join or restart later follow, whatever rules they give, and warn in the log. Raises
         `InvalidInput` for rules that say whether epochs close by themselves: every worker relies on that.
         """
         self._pushes.wait()
@@ -213,6 +227,6 @@ class Accumulator(Generic[M, D]):
                 " its run; to begin a new run with a checkpoint's weights, leave out load_state_dict()"
             )
         if places != self._sums.places:
-            self._sums.open(places)
+            self._open(places)
         self._pushes.begin(state["epoch"], state["pushes"], again=True)
         self._joining.loads()

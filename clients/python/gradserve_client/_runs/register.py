@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
 from gradserve_client._runs.model import Model
 from gradserve_client._runs.parts import BUFFER_BYTES
+from gradserve_client._runs.rules import canonical
 from gradserve_client._wire.arguments import as_whole
 from gradserve_client._wire.calls import limits
 from gradserve_client._wire.tensors import Array
@@ -23,14 +26,15 @@ REQUEST_BYTES = 64 << 20
 
 
 class FirstWorker:
-    """The hashes of the worker that was first in a run: of the run and its model's form, and of all that it has."""
+    """The hashes of the worker that was first in a run: of its model's form and numbers, and of its rules."""
 
     def __init__(
-        self, server: Client, register: str, run: str, model: Model, request_bytes: int, ttl: float | None
+        self, server: Client, register: str, run: str, model: Model, request_bytes: int, rules: Mapping[str, Any]
     ) -> None:
         self._model = model
-        form = hashlib.sha256(f"{run!r} {request_bytes} {model.form()}".encode()).hexdigest()
-        self._ours = [_words(one) for one in (form, model.weights(), model.frozen(), model.buffers())]
+        form, given = _hash(f"{run!r} {request_bytes} {model.form()}"), _hash(repr(canonical(rules)))
+        hashes = [form, model.weights(), model.frozen(), model.buffers(), given]
+        self._ours, ttl = [_words(one) for one in hashes], rules.get("ttl_seconds")
         self._first = _first(server, register, np.concatenate(self._ours), ttl).reshape(-1, _WORDS)
 
     def check_form(self) -> None:
@@ -64,6 +68,10 @@ class FirstWorker:
             " training changes them, as those of a momentum encoder",
         )
 
+    def has(self, rules: Mapping[str, Any]) -> bool:
+        """Return whether the first worker gave these rules."""
+        return np.array_equal(_words(_hash(repr(canonical(rules)))), self._first[4])
+
     def _check(self, number: int, fault: str) -> None:
         if not np.array_equal(self._ours[number], self._first[number]):
             raise Conflict(fault)
@@ -76,6 +84,10 @@ def _first(server: Client, name: str, numbers: Array, ttl: float | None) -> Arra
     with suppress(StaleEpoch):
         register.accumulate(numbers, epoch=0)
     return register.value(epoch=0)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _words(digest: str) -> Array:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from gradserve_client._http.placement import balanced
 from gradserve_client._http.policy import Call
-from gradserve_client._runs.parts import Group, Part, Round, rounds
+from gradserve_client._runs.parts import Group, Part, rounds
+from gradserve_client._runs.rules import canonical
+from gradserve_client._runs.summed import Read, Summed
 from gradserve_client._wire import answers, bulk
 from gradserve_client._wire.specs import Reduce
 from gradserve_client._wire.tensors import Array
@@ -24,50 +26,8 @@ from gradserve_client.rows import Gradient
 
 T = TypeVar("T")
 
-Read: TypeAlias = tuple[Array | None, Mapping[str, Any]]
-"""A value of a closed epoch with its receipt. A mean of weights that sum to 0 is None."""
-
 _TALLIED = 3
 """Numbers at the end of a tally: 1, the scale of the gradients, and its square."""
-
-_ROUNDING = 1e-9
-"""The relative difference up to which numbers are the same: float64 rounds to 1e-15, and scales differ by factors."""
-
-
-@dataclass
-class Summed:
-    """The sums or means of a closed epoch."""
-
-    values: dict[str, Array] = field(default_factory=dict)
-    """By the names of the buffers. A mean of weights that sum to 0 is missing."""
-    used: set[str] = field(default_factory=set)
-    """The buffers that got a gradient from any push."""
-    receipts: list[Mapping[str, Any]] = field(default_factory=list)
-    """A receipt of each group."""
-    has_one_scale: bool = True
-    """Whether all pushes had gradients of the same scale."""
-    weights_cancel: bool = False
-    """Whether there is no mean, because the weights of gradients sum to 0, up to rounding."""
-
-    def has(self, names: Set[str], *, zeros: bool) -> bool:
-        """Return whether these buffers have values, and got a gradient unless `zeros` will do."""
-        return self.values.keys() >= names and (zeros or not self.used.isdisjoint(names))
-
-    def enter(self, one: Round, found: Mapping[str, Read], reduce: Reduce) -> None:
-        """Add what was read of a round: sums or means. A tally of weights that sum to 0 is a sum."""
-        tallies = {group.tally for group in one.groups}
-        self.values |= {name: value for name, (value, _) in found.items() if value is not None and name not in tallies}
-        for group in one.groups:
-            tally, receipt = found[group.tally]
-            assert tally is not None
-            self.receipts.append(receipt)
-            *used, total, scale, square = tally.tolist()
-            if not total:
-                continue
-            self.used |= {name for name, part in zip(group.names, used, strict=True) if part}
-            scale, square = scale / total, square / total
-            self.has_one_scale &= abs(square - scale * scale) <= _ROUNDING * square
-            self.weights_cancel |= reduce == "mean" and (not receipt["weight"] or _ROUNDING * abs(total) >= 1)
 
 
 class Sums:
@@ -131,6 +91,17 @@ class Sums:
                 names = [name for group in one.groups for name in group.names]
                 self._server.buffers.set_rules(names, max_norm=rules["max_norm"])
         self._rules = new
+
+    def rules(self) -> dict[str, Any]:
+        """Return the rules of the buffers as they are."""
+        return canonical(vars(self._server.buffers[next(iter(self._parts))].info()))
+
+    def follow(self, rules: Mapping[str, Any]) -> list[str]:
+        """Take these rules in place of those given. Return what differs."""
+        given = canonical(self._rules)
+        self._rules |= rules
+        self._rules = {name: rule for name, rule in self._rules.items() if rule is not None}
+        return [f"{name} is {rule}, not {given[name]}" for name, rule in rules.items() if rule != given[name]]
 
     def identity(self, worker: str) -> str:
         """Return what the keys of a worker's changes begin with.

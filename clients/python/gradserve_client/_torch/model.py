@@ -7,7 +7,7 @@ from typing import Any
 
 from gradserve_client._runs.names import buffer_name
 from gradserve_client._runs.parts import Layout, Part
-from gradserve_client._runs.sums import Summed
+from gradserve_client._runs.summed import Summed
 from gradserve_client._torch import torch
 from gradserve_client._torch.hashes import described, hashed, kept_buffers
 from gradserve_client._torch.parameters import Trained, changed, gradient_of, named_parameters, set_gradients, trained
