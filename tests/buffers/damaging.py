@@ -27,7 +27,7 @@ from service.buffers.readonly import WRONG
 from service.buffers.record import Key
 from service.errors import GradserveError
 from service.kernels.gather import GatheredRows
-from tests.buffers.calls import add, create, do, ones, spec
+from tests.buffers.calls import add, create, do, ones, part, spec
 from tests.buffers.stores import MAX_BYTES, PATIENCE
 
 PAGE = 4096
@@ -58,6 +58,9 @@ def prepare(path: Path) -> None:
         add(own, "large", ones(300, 400))
         index = np.array([[1, 2], [0, 1]], np.int64)
         do(own, Add(name="large", gradient=GatheredRows.of((300, 400), index, ones(2, 400))))
+        for push in ("waits", "stays"):
+            part(own, 1, {"large": ones(300, 400), "middle": ones(3000)}, push=push, request="one")
+        part(own, 2, {}, push="waits")
     store.close()
 
 
@@ -117,6 +120,9 @@ def use_namespace(store: LmdbStore, errors: Errors) -> None:
         errors.attempt(store.record, name)
         for epoch in (None, 0, 2):
             errors.attempt(store.read, [name], epoch)
+    errors.attempt(store.pushes)
+    for number in (1, 2):
+        errors.attempt(lambda number: part(store, number, {}, push="stays", request="one"), number)
     for text in ("many 1", "middle 1", "large 1", "zero 7"):
         errors.attempt(store.recall, key(store, text))
     for change, text in (

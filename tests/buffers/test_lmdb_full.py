@@ -22,9 +22,10 @@ from service.buffers.changes import Add, Create, Delete, Take, Zero
 from service.buffers.lmdb import environment
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.lmdb.store import LmdbStore
+from service.buffers.perform import Request
 from service.errors import StoreFull
-from tests.buffers.calls import LARGE, add, create, do, key, ones, request, spec, state, value
-from tests.buffers.stores import PATIENCE, Clock, Gate, open_lmdb
+from tests.buffers.calls import LARGE, add, create, do, key, ones, part, request, spec, state, value
+from tests.buffers.stores import PATIENCE, Clock, Gate, open_lmdb, wrong
 
 
 def fills(store: LmdbStore, elements: int) -> list[str]:
@@ -66,6 +67,25 @@ def test_a_full_store_changes_nothing_until_there_is_room(tmp_path: Path, clock:
     again = open_lmdb(tmp_path, clock, max_bytes=max_bytes)
     assert again.record(names[1]).count == 1
     again.close()
+
+
+def test_a_push_that_finds_no_room_to_be_folded_waits(tmp_path: Path, clock: Clock) -> None:
+    """The sums and the gradient need 9 slots, and the fold 3 more, but the store has 11."""
+    store = open_lmdb(tmp_path, clock, max_bytes=11 * CHUNK_BYTES)
+    create(store, "a", "filler", shape=(LARGE,))
+    add(store, "a", ones(LARGE))
+    add(store, "filler", ones(LARGE))
+    part(store, 1, {"a": ones(LARGE)}, request="one")
+    part(store, 2, {})
+    store.submit(Request([])).result(PATIENCE)  # behind the fold
+    assert value(store, "a").tolist() == [2] * LARGE
+    with pytest.raises(StoreFull):
+        add(store, "a", ones(LARGE))
+    do(store, Delete(name="filler"))
+    assert add(store, "a", ones(LARGE))["count"] == 3
+    assert value(store, "a").tolist() == [3] * LARGE
+    store.close()
+    assert wrong(tmp_path) == []
 
 
 def test_a_request_too_large_for_the_store_fails_alone(

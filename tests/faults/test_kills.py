@@ -18,6 +18,9 @@ CLIENTS = 8
 KILLS = 100 if LONG else 3
 """Kills of each of the two servers."""
 
+PARTERS = 2
+"""Clients that push in two parts, a buffer in each."""
+
 GATHERERS = 2
 """Clients that add through GatherGrad."""
 
@@ -73,6 +76,18 @@ class Gatherer(Adder):
         return client.done("POST", "/v1/ops/GatherGrad", key=key, params={"into": "output:table"}, **body)
 
 
+class Parter(Adder):
+    """An adder that pushes in parts."""
+
+    def add(self, client: Client, number: int, key: str) -> Any:
+        return client.push(self.gradients(number), push=key)
+
+
+def kind_of(row: int) -> type[Adder]:
+    """Return the kind of the client that adds to a row."""
+    return Parter if row < PARTERS else Gatherer if row >= CLIENTS - GATHERERS else Adder
+
+
 def sums_of(row: Array) -> int:
     """Return n, after a check that the row sums 1, k and k squared over k = 1 ... n."""
     n = int(row[0])
@@ -112,7 +127,7 @@ def test_every_gradient_counts_exactly_once(workers: int, tmp_path: Path) -> Non
         client.create("small", (CLIENTS, 3))
         client.create("large", (LARGE, CLIENTS, 3))
         client.create("table", (ROWS, 3))
-        adders = [(Adder if row < CLIENTS - GATHERERS else Gatherer)(server.url, row) for row in range(CLIENTS)]
+        adders = [kind_of(row)(server.url, row) for row in range(CLIENTS)]
         running = [threads.submit(one.run, stop) for one in adders]
         try:
             for kill in moments(chance, KILLS, 0.05, 0.6):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +112,7 @@ def check(files: Files, path: Path, least: int, most: int) -> None:
 
 
 class Adders:
-    """Clients that add ones to all buffers, and count begun and acknowledged adds."""
+    """Clients that add ones to all buffers, at once and in parts by turns. They count begun and acknowledged adds."""
 
     def __init__(self, url: str) -> None:
         self.url, self.stop, self.lock = url, threading.Event(), threading.Lock()
@@ -120,10 +121,13 @@ class Adders:
     def run(self) -> None:
         gradients = {name: np.ones(size) for name, size in zip(NAMES, SIZES, strict=True)}
         with Client(self.url) as client:
-            while not self.stop.is_set():
+            for turn in takewhile(lambda _: not self.stop.is_set(), count()):
                 with self.lock:
                     self.started += 1
-                client.add_many(gradients, key=new_key())
+                if turn % 2:
+                    client.push(gradients, push=new_key())
+                else:
+                    client.add_many(gradients, key=new_key())
                 with self.lock:
                     self.answered += 1
 

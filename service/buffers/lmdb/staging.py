@@ -51,4 +51,6 @@ class Staging(Reader):
 
     def fold(self, record: Record, value: int) -> None:
         """Add to a value of the buffer what waits for it."""
-        self.writes += self.values.fold(record.spec, value)
+        if self.values.has_waiting(value):
+            self.writes += 1
+            self.values.fold(record.spec, value)

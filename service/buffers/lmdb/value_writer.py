@@ -105,14 +105,15 @@ class ValueWriter(ValueReader):
         for value in place[0]:
             self.free(value)
 
-    def fold(self, spec: Spec, value: int) -> bool:
-        """Add to a value what waits for it. Return whether anything did."""
-        entry = self._large(spec, value)
-        if not entry.waiting:
-            return False
+    def has_waiting(self, value: int) -> bool:
+        """Return whether anything waits to be added to a value."""
+        return bool(self._entry(value).waiting)
+
+    def fold(self, spec: Spec, value: int) -> None:
+        """Add to a large value what waits for it."""
+        entry = self._entry(value)
         self._add_to_chunks(spec, value, entry, None, None, 1.0, overwrite=False)
         self._put(value, entry.pack())
-        return True
 
     def _large(self, spec: Spec, value: int | None) -> Entry:
         """Return the entry of a large value, None for zeros."""
