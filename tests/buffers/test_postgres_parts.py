@@ -11,10 +11,10 @@ import pytest
 
 from service.buffers.batches import Batches
 from service.buffers.changes import Add, Take, Zero
-from service.buffers.perform import Outcome, Request
-from service.buffers.postgres import PostgresStore, janitor
+from service.buffers.perform import Outcome, Request, Wide
+from service.buffers.postgres import PostgresStore, batch, janitor, writer
 from service.errors import BufferCorrupt
-from tests.buffers.calls import PUSH_SECONDS, add, create, do, ones, part, send_part, state, value
+from tests.buffers.calls import PUSH_SECONDS, add, create, do, key, ones, part, send_part, state, value
 from tests.buffers.postgres import Once, Schema, until
 from tests.buffers.stores import PATIENCE, Clock, Gate
 from tests.network import Network
@@ -94,9 +94,26 @@ def test_blobs_of_a_part_lost_by_a_crash_are_written_again(schema: Schema, monke
     assert schema.faults() == []
 
 
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """Return the errors of the writers' attempts, which may succeed later: a deadlock is one of them."""
+    found: list[Exception] = []
+    usual = writer.Writer._attempt
+
+    def attempt(self: writer.Writer, of: batch.Batch) -> None:
+        try:
+            usual(self, of)
+        except Exception as error:
+            found.append(error)
+            raise
+
+    monkeypatch.setattr(writer.Writer, "_attempt", attempt)
+    return found
+
+
 @pytest.mark.parametrize("size", [3, LARGE])
-def test_two_stores_take_the_parts_of_many_pushes(schema: Schema, size: int) -> None:
-    """Each part goes to both stores at once. Pushes have the same buffers, in parts of different order."""
+def test_two_stores_take_the_parts_of_many_pushes(schema: Schema, failures: list[Exception], size: int) -> None:
+    """Each part goes to both stores at once, beside adds. All have the same buffers, each in an order of its own."""
     stores, names, chance = [schema.open(), schema.open()], [*"abcdef"], random.Random(1)
     create(stores[0], *names, shape=(size,))
     pushes = [f"push {number}" for number in range(8)]
@@ -105,8 +122,14 @@ def test_two_stores_take_the_parts_of_many_pushes(schema: Schema, size: int) -> 
         for place, push in enumerate(pushes):
             name = names[(number + place) % len(names)]
             for store in chance.sample(stores, 2):
-                request = {"push": push, "parts": len(names), "request": name}
-                sent.append((push, send_part(store, number, {name: ones(size)}, **request)))
+                part_of = send_part(store, number, {name: ones(size)}, push=push, parts=len(names), request=name)
+                sent.append((push, part_of))
+        for place, store in enumerate(stores):
+            adds = [Add(name=name, gradient=ones(size)) for name in chance.sample(names, len(names))]
+            sent.append(("", store.submit(Request(adds, key(f"{number} {place}")))))
+            sent.append(
+                ("", store.submit(Request([], wide=Wide("", lambda name: Add(name=name, gradient=ones(size))))))
+            )
     outcomes = [(push, one.result(PATIENCE)) for push, one in sent]
     for push in pushes:
         own = [outcome for name, outcome in outcomes if name == push]
@@ -115,10 +138,12 @@ def test_two_stores_take_the_parts_of_many_pushes(schema: Schema, size: int) -> 
         assert made
         assert all(receipts == made[0] for receipts in made)
         assert len({receipt["version"] for receipt in made[0].values()}) == 1
+    total = len(pushes) + 4 * len(names)
     for name in names:
-        assert stores[1].record(name).count == len(pushes)
-        assert (value(stores[0], name) == len(pushes)).all()
+        assert stores[1].record(name).count == total
+        assert (value(stores[0], name) == total).all()
     assert stores[0].pushes() == stores[1].pushes() == []
+    assert failures == []
     assert schema.faults() == []
 
 

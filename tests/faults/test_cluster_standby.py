@@ -178,10 +178,10 @@ def test_failovers(pair: Pair, tmp_path: Path) -> None:
             load.check()
 
 
-def sent(client: Client, part: int, name: str, seconds: float) -> int | None:
-    """Send a part of a push once. Return the answer's status, or None if there is no answer in time."""
+def sent(client: Client, part: int, names: str, seconds: float) -> int | None:
+    """Send a part of a push once, for buffers with a letter. Return the status, or None if no answer comes in time."""
     query = {"push": "p", "part": part, "parts": 2}
-    body = tensors(**{name: np.ones(SIZE)})
+    body = tensors(**{name: np.ones(SIZE) for name in names})
     try:
         answer = client.once("POST", "/v1/buffers/accumulate", params=query, timeout=seconds, **body)
     except httpx.ReadTimeout:
@@ -219,6 +219,19 @@ def test_a_push_in_parts_outlives_failovers(pair: Pair, tmp_path: Path) -> None:
         assert receipts[0] == receipts[1]
         assert [receipt["count"] for receipt in receipts[0].values()] == [1, 1]
         assert all((clients[1].value(name) == 1).all() for name in "ab")
+
+
+def test_a_refused_push_is_not_answered_before_the_standby_has_it(pair: Pair, tmp_path: Path) -> None:
+    with replicas(2, tmp_path, pair.url, durability="replicated") as (one, two), connected(one, two) as clients:
+        for client, name in zip(clients, "ab", strict=True):
+            client.create(name, (SIZE,))
+        pair.standby.stop()
+        assert sent(clients[0], 1, "c", 1) is None
+        wait(lambda: pair.primary.execute(f"select pg_cancel_backend(pid) {WAITERS}"), "the part does not wait")
+        wait(lambda: clients[1].done("GET", "/v1/pushes")["pushes"], "the refusal is not visible")
+        assert sent(clients[1], 2, "", 1) is None
+        pair.standby.start()
+        wait(lambda: sent(clients[1], 2, "", PATIENCE) == 404, "the refusal is not answered")
 
 
 def test_the_old_primary_acknowledges_nothing(pair: Pair, tmp_path: Path) -> None:

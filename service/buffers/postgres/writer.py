@@ -260,6 +260,7 @@ class Writer:
             outcome = make(txn, request, submission.namespace, batch.now)
             self._janitor.check_room(request, outcome)
         except GradserveError as error:
+            batch.replayed |= submission.request.part is not None  # it may be that of an earlier part
             return without_traceback(error)
         earlier.merge(txn.changes)
         batch.replayed |= outcome.replayed
