@@ -61,9 +61,18 @@ class Leaf:
                 f"The gradient of {self.name!r} is of type {type(value).__name__}, but must be an array, or Rows if it"
                 " is sparse"
             )
+        if hasattr(value, "dtype") and _is_complex(value) != _is_complex(self):
+            raise self._mismatch(value.dtype)
         numbers = numbers_of(value, f"The gradient of {self.name!r}", self.real_dtype.name)
         self._check(numbers, self.shape)
         return _narrowed(numbers, wire)
+
+    def _mismatch(self, dtype: Any) -> InvalidInput:
+        return InvalidInput(
+            f"The gradient of {self.name!r} is {dtype}, but the array is {self.dtype}, and its sum would not keep the"
+            " gradient as it is: convert one of them",
+            code="dtype_mismatch",
+        )
 
     def _check(self, numbers: Array, shape: tuple[int, ...]) -> None:
         if numbers.shape != shape:
@@ -72,11 +81,7 @@ class Leaf:
                 code="shape_mismatch",
             )
         if numbers.dtype.name not in FLOAT_DTYPES or not np.can_cast(numbers.dtype, sum_dtype(self.real_dtype)):
-            raise InvalidInput(
-                f"The gradient of {self.name!r} is {numbers.dtype}, but the array is {self.dtype}, and its sum would"
-                " round the gradient: convert one of them",
-                code="dtype_mismatch",
-            )
+            raise self._mismatch(numbers.dtype)
 
     def _coalesced(self, rows: Rows) -> Rows:
         """Return the rows with sorted indices, each once."""
@@ -105,11 +110,15 @@ def sum_dtype(dtype: np.dtype[Any]) -> str:
 
 def numbers_of(value: Any, name: str, default: str = "float64") -> Array:
     """Return an array as numbers that can travel. Lists and numbers get the dtype `default`."""
-    if getattr(getattr(value, "dtype", None), "kind", None) != "c":
+    if not _is_complex(value):
         return as_array(value, name, default)
     whole = np.asarray(value)
     pairs = np.asarray(whole, whole.dtype.newbyteorder("="), order="C").reshape(-1).view(_real(whole.dtype))
     return as_array(pairs.reshape(*whole.shape, 2), name)
+
+
+def _is_complex(value: Any) -> bool:
+    return getattr(getattr(value, "dtype", None), "kind", None) == "c"
 
 
 def _real(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -129,9 +138,14 @@ def _converted(numbers: Array, dtype: np.dtype[Any]) -> Array:
         return numbers.astype(dtype, copy=False)
 
 
+def is_of_jax(array: Any) -> bool:
+    """Return whether it is an array of JAX, which nobody can overwrite."""
+    return "jax" in sys.modules and isinstance(array, sys.modules["jax"].Array)
+
+
 def _maker(array: Any) -> Callable[[Array], Any]:
     """Return what makes an array of the same library, on the same devices, of a NumPy array."""
-    if "jax" not in sys.modules or not isinstance(array, sys.modules["jax"].Array):
+    if not is_of_jax(array):
         return np.asarray
     from jax import device_put  # already imported, because the array exists
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradserve_client._arrays.leaves import FLOAT_DTYPES, HALF_DTYPES, Leaf, leaves, numbers_of, sum_dtype
+from gradserve_client._arrays.leaves import FLOAT_DTYPES, HALF_DTYPES, Leaf, is_of_jax, leaves, numbers_of, sum_dtype
 from gradserve_client._arrays.tree import filled, flattened, leaves_of
 from gradserve_client._runs.parts import Layout, Part
 from gradserve_client._runs.summed import Summed
@@ -63,12 +63,15 @@ class Model:
     def gradients(self, nest: Any, *, copied: bool) -> dict[str, Gradient]:
         """Return the gradients that are not None, `copied` if the caller may overwrite them."""
         found = leaves_of(self._tree, nest)
-        gradients = {
-            name: leaf.gradient(found[leaf.name], self._wire)
+        return {
+            name: self._gradient(leaf, found[leaf.name], copied)
             for name, leaf in self._leaves.items()
             if leaf.name in found
         }
-        return deepcopy(gradients) if copied else gradients
+
+    def _gradient(self, leaf: Leaf, value: Any, copied: bool) -> Gradient:
+        gradient = leaf.gradient(value, self._wire)
+        return deepcopy(gradient) if copied and not is_of_jax(value) else gradient
 
     def numbers(self, gradients: Mapping[str, Gradient], weight: float) -> tuple[dict[str, Gradient], set[str]]:
         """Return the numbers of all buffers, and the buffers that have a gradient. Weight 0 has none."""
