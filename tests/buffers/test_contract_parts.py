@@ -30,7 +30,7 @@ from service.errors import (
     UnknownBuffer,
 )
 from tests.buffers.calls import LARGE, PUSH_SECONDS, add, create, do, ones, part, state, told, value
-from tests.buffers.stores import MAX_BYTES, PATIENCE, Clock
+from tests.buffers.stores import KEY_SECONDS, MAX_BYTES, PATIENCE, Clock
 
 
 def refused(error: type[GradserveError], store: Store, *arguments: Any, **more: Any) -> GradserveError:
@@ -315,6 +315,17 @@ def test_a_push_is_forgotten_in_time(store: Store, clock: Clock) -> None:
     assert part(store, 2, {}, request="two").staged == [2]
     assert value(store, "a").sum() == 0
     assert store.size()[1] < empty + 4 * LARGE
+
+
+def test_an_id_is_free_again_in_time(store: Store, clock: Clock) -> None:
+    """As free as an Idempotency-Key is."""
+    create(store, "a", "b", "c")
+    part(store, 1, {"a": 1})
+    part(store, 2, {"b": 1})
+    clock.advance(KEY_SECONDS + 1)
+    assert part(store, 1, {"c": 1}).staged == [1]
+    assert [*part(store, 2, {}).receipts] == ["c"]
+    assert [value(store, name).tolist() for name in "abc"] == [[1, 1]] * 3
 
 
 def test_pushes_are_listed(namespace: Store) -> None:

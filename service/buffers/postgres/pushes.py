@@ -104,7 +104,7 @@ def found_pushes(
         if packed is not None:
             with suppress(BufferCorrupt):
                 found.buffers.update(BufferName(part.caller, name) for name in unpack_known(packed, ()).receipts)
-        elif isinstance(push, Push) and len(push.staged) + counts[part.name] >= push.parts:
+        if isinstance(push, Push) and len(push.staged) + counts[part.name] >= push.parts:
             found.buffers.update(BufferName(part.caller, name) for _, name, _ in push.gradients)
             found.values.update(values_of(push))
     return found
