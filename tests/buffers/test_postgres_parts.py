@@ -13,7 +13,7 @@ from service.buffers.batches import Batches
 from service.buffers.changes import Add, Take, Zero
 from service.buffers.perform import Outcome, Request, Wide
 from service.buffers.postgres import PostgresStore, batch, janitor, writer
-from service.errors import BufferCorrupt
+from service.errors import BufferCorrupt, StoreFull
 from tests.buffers.calls import PUSH_SECONDS, add, create, do, key, ones, part, send_part, state, value
 from tests.buffers.postgres import Once, Schema, until
 from tests.buffers.stores import PATIENCE, Clock, Gate
@@ -185,6 +185,21 @@ def test_a_push_within_one_transaction(schema: Schema, monkeypatch: pytest.Monke
     assert (value(store, "b", 0) == 2).all()
     assert (value(store, "c") == 0).all()
     assert schema.faults() == []
+
+
+def test_parts_in_one_transaction_share_the_room(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, gate = schema.open(max_bytes=1 << 20), Gate(monkeypatch, "made")
+    create(store, *"abcd", shape=(ROW,))
+    with gate.holding(store):
+        full = [send_part(store, 1, {name: ones(ROW) for name in "abc"}, push=push) for push in "pq"]
+        small = send_part(store, 1, {"d": ones(ROW)}, push="q")
+        completing = send_part(store, 2, {}, push="p")
+        last = send_part(store, 2, {name: ones(ROW) for name in "abc"}, push="q")
+    assert full[0].result(PATIENCE).staged == small.result(PATIENCE).staged == [1]
+    assert isinstance(full[1].exception(PATIENCE), StoreFull)
+    assert [*completing.result(PATIENCE).receipts] == [*"abc"]
+    assert [*last.result(PATIENCE).receipts] == [*"dabc"]
+    assert (store.pushes(), schema.faults()) == ([], [])
 
 
 @pytest.mark.parametrize(("size", "count"), [(ROW, 100), (1 << 20, 4)])

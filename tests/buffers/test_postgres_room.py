@@ -19,7 +19,7 @@ from service.buffers.changes import Add, Delete, Zero
 from service.buffers.perform import Request
 from service.buffers.postgres import janitor
 from service.errors import StoreFull
-from tests.buffers.calls import add, create, do, key, ones, value
+from tests.buffers.calls import add, create, do, key, ones, part, value
 from tests.buffers.postgres import Schema, until, until_changed
 from tests.buffers.stores import PATIENCE
 from tests.postgres import NOBODY, free_port
@@ -68,6 +68,7 @@ def test_a_full_disk_refuses_adds_and_changes_nothing(tablespace: str, monkeypat
     create(store, "w", "gone", shape=(SIZE,))
     create(store, "small")
     add(store, "gone", ones(SIZE))
+    part(store, 1, {"small": 1})
     count = fill(schema, "w")
     assert count > 3
     assert store.record("w").count == count
@@ -75,6 +76,9 @@ def test_a_full_disk_refuses_adds_and_changes_nothing(tablespace: str, monkeypat
     for _ in range(3):
         with pytest.raises(StoreFull, match="No space left on device"):
             add(store, "w", np.ones(4 * SIZE, np.float32)[:SIZE])
+    with pytest.raises(StoreFull, match="No space left on device"):
+        part(store, 2, {"w": ones(SIZE)})
+    assert [push.numbers for _, push in store.pushes()] == [[1]]
     assert store.record("w").count == count
     assert schema.faults() == []
     schema.close()
