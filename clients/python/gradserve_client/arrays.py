@@ -27,9 +27,13 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
     its path: `params.Dense_0.kernel`. float64 is summed in float64, and half precision in float32. Complex numbers
     are pairs.
 
-    `push` sends a tree of gradients. `pull` returns the tree of their weighted mean. The arguments, and all that is
-    said of workers, epochs and restarts, are those of `gradserve_client.torch.GradientAccumulator`. `wire_dtype` is
-    "float16" or "bfloat16".
+    `push` sends a tree of gradients. `pull` returns the tree of their weighted mean. Without a `quorum`, a pull closes
+    the epoch, which suits a single worker. With a `quorum` (workers times micro-batches), the `quorum`th push closes
+    the epoch, and every worker pulls the same bits.
+
+    Workers that give the same `run` sum together. Each may join at any time, and again after a restart: from epoch 1 on
+    with `load_state_dict` or `broadcast_parameters(tree, send=False)`, so that it has the run's weights. `__init__`
+    explains the arguments. `wire_dtype` may be the name of a dtype.
 
     Threads must not share it. Raises `InvalidInput` for a tree that cannot be accumulated. Raises `Conflict` for
     buffers with other rules or of another run, and for a tree unlike that of the run's first worker: in its names,

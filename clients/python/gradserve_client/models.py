@@ -243,7 +243,7 @@ class OperatorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """The state of the epoch after a push of `gradserve_client.torch.GradientAccumulator`."""
+    """The state of the epoch after a push of a `GradientAccumulator`."""
 
     epoch: int
     count: int

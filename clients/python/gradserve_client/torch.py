@@ -25,24 +25,8 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
     times micro-batches), the `quorum`th push closes the epoch, and every worker pulls the same bits.
 
     Workers that give the same `run` sum together. Each may join at any time, and again after a restart: from epoch 1 on
-    with `load_state_dict` or `broadcast_parameters(send=False)`, so that it has the run's weights.
-
-    ===================  ===============================================================================================
-    `run`                the name of the run; another run takes another name
-    `prefix`             what the names of the buffers begin with, by default the run and a dot
-    `worker`             the worker's own name: a push that it repeats after a restart then counts once
-    `quorum`             the number of pushes that closes an epoch
-    `keep`               the number of closed epochs that can be pulled
-    `timeout`            the seconds that `pull` waits
-    `start`              "same": the weights are compared in epoch 0, and come from the run later; "any": as you care
-    `reduce`             "mean" or "sum": what `pull` sets
-    `unused`             "none" or "zeros": the gradient of a parameter that nobody had a gradient for
-    `wire_dtype`         torch.float16 or torch.bfloat16: how gradients travel unless that makes one infinite
-    `request_bytes`      the bytes of a request at most, alike in all workers: 64 MiB, or half of what the server takes
-    `ttl_seconds`        how long after its last change the server deletes a buffer: longer than any pause
-    `per_contributor`    the number of pushes that an epoch takes of each worker, by default any
-    `nonfinite`, others  the other rules of the buffers: docs/buffers.md. None is the server's default
-    ===================  ===============================================================================================
+    with `load_state_dict` or `broadcast_parameters(send=False)`, so that it has the run's weights. `__init__` explains
+    the arguments.
 
     Threads must not share it. Raises `InvalidInput` for a model that cannot be accumulated. Raises `Conflict` for
     buffers with other rules or of another run, and for a model unlike that of the run's first worker: in its names,

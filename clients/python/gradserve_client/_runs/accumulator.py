@@ -59,6 +59,25 @@ class Accumulator(Generic[M, D]):
         nonfinite: str | None = None,
         **rules: Unpack[BufferRules],
     ) -> None:
+        """Begin a run, or join it.
+
+        ===================  ===========================================================================================
+        `run`                the name of the run; another run takes another name
+        `prefix`             what the names of the buffers begin with, by default the run and a dot
+        `worker`             the worker's own name: a push that it repeats after a restart then counts once
+        `quorum`             the number of pushes that closes an epoch
+        `keep`               the number of closed epochs that can be pulled
+        `timeout`            the seconds that `pull` waits
+        `start`              "same": weights are compared in epoch 0, and come from the run later; "any": as you care
+        `reduce`             "mean" or "sum": what `pull` sets
+        `unused`             "none" or "zeros": the gradient of a parameter that nobody had a gradient for
+        `wire_dtype`         float16 or bfloat16: how gradients travel unless that makes one infinite
+        `request_bytes`      the bytes of a request at most, alike in all workers: 64 MiB, or half of the server's limit
+        `ttl_seconds`        how long after its last change the server deletes a buffer: longer than any pause
+        `per_contributor`    the number of pushes that an epoch takes of each worker, by default any
+        `nonfinite`, others  the other rules of the buffers: docs/buffers.md. None is the server's default
+        ===================  ===========================================================================================
+        """
         check_choice("start", start, ("same", "any"))
         check_choice("reduce", reduce, ("mean", "sum"))
         check_choice("unused", unused, ("none", "zeros"))
