@@ -133,21 +133,20 @@ def test_what_waits_is_added_by_reads_and_by_the_next_add(reopen: Reopen, path: 
 
 @pytest.mark.usefixtures("unfolded")
 def test_only_so_much_waits(reopen: Reopen, path: Path) -> None:
-    """Twice the bytes of the value, or 32 gradients: the next is added at once, with all that wait."""
+    """32 gradients, or twice the bytes of the value that reads take into memory. The next is added with them all."""
     store = reopen()
-    create(store, "a", "b", shape=(LARGE,))
+    create(store, "a", shape=(LARGE,))
+    create(store, "b", shape=(2, LARGE))
     add(store, "a", 1.0)
     add(store, "b", 1.0)
-    counts = []
-    for number in range(4):
-        whole(store, ones(LARGE), push=str(number))
-        counts.append(values_in(store))
-    assert counts == [3, 4, 2, 3]
     for number in range(33):
-        whole(store, 1.0, name="b", push=f"small {number}")
-    assert values_in(store) == 3
-    assert value(store, "a").tolist() == [5] * LARGE
-    assert value(store, "b").tolist() == [34] * LARGE
+        whole(store, ones(LARGE), push=str(number))
+        assert values_in(store) == 2 + (number + 1) % 33
+    for number in range(5):
+        whole(store, ones(LARGE), name="b", push=f"broadcast {number}")
+        assert values_in(store) == 2 + (number + 1) % 5
+    assert value(store, "a").tolist() == [34] * LARGE
+    assert value(store, "b").tolist() == [[6] * LARGE] * 2
     store.close()
     assert wrong(path) == []
 
@@ -170,6 +169,23 @@ def test_what_waits_is_folded_soon(reopen: Reopen, path: Path, hits: Counter[str
     store = reopen()
     assert store.generation() == before
     assert all(value(store, name).tolist() == [3] * LARGE for name in MANY)
+
+
+def test_pushes_that_are_completed_together_are_folded_by_and_by(
+    reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, gate, pushes = reopen(), Gate(monkeypatch), [str(number) for number in range(10)]
+    create(store, "a", shape=(LARGE,))
+    numbers = np.random.default_rng(3).standard_normal((10, LARGE)).astype(np.float32)
+    for push, gradient in zip(pushes, numbers, strict=True):
+        part(store, 1, {"a": gradient}, push=push, request="one")
+    before = store.generation()
+    for future in gate.together(store, [completing(store, push) for push in pushes]):
+        future.result(PATIENCE)
+    assert_same_bits(value(store, "a"), np.add.reduce(numbers))
+    wait_for_folds(store, 1)
+    assert store.generation() == before + 1 + 3
+    assert_same_bits(value(store, "a"), np.add.reduce(numbers))
 
 
 def test_values_of_closed_epochs_are_folded(reopen: Reopen) -> None:

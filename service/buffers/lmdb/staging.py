@@ -50,7 +50,8 @@ class Staging(Reader):
         self.values.free_staged(place)
 
     def fold(self, record: Record, value: int) -> None:
-        """Add to a value of the buffer what waits for it."""
+        """Add to a value of the buffer some of what waits for it."""
         if self.values.has_waiting(value):
             self.writes += 1
-            self.values.fold(record.spec, value)
+            if self.values.fold(record.spec, value):
+                self.to_fold[value] = record.full_name

@@ -36,7 +36,7 @@ class Submission(NamedTuple):
 
 @dataclass(kw_only=True)
 class Fold(Change):
-    """The addition of what waits for a value, running or closed, if the buffer still has the value.
+    """The addition of some of what waits for a value, running or closed, if the buffer still has the value.
 
     Nothing that a client sees changes. Without a fold every read adds what waits, and the next add folds it.
     """

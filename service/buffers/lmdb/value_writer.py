@@ -42,10 +42,13 @@ LARGEST_CACHED_BYTES = 1 << 22
 """The largest value that the writer remembers: a larger value would push out too many others."""
 
 MOST_WAITING_RATIO = 2.0
-"""Gradients wait up to this many times the bytes of their value: every read must add them."""
+"""Gradients that every read takes into memory wait up to this many times the bytes of their value."""
 
 MOST_WAITING_GRADIENTS = 32
 """Gradients that wait for one value: each makes every read, and every later add, a little longer."""
+
+MOST_FOLDED = 4
+"""Gradients that a fold adds: its transaction takes about twice as long as with one, and others wait for it."""
 
 
 class ValueWriter(ValueReader):
@@ -90,7 +93,8 @@ class ValueWriter(ValueReader):
         stored = StoredGradient(*place[:3])._replace(weight=weight)
         if old is None and weight == 1 and place[3]:
             return stored.ids[0], False
-        if spec.nbytes > INLINE_BYTES and self._has_room(spec, entry := self._large(spec, old), stored.nbytes):
+        loaded = 0 if stored.is_streamed(spec) else stored.nbytes
+        if spec.nbytes > INLINE_BYTES and self._has_room(spec, entry := self._large(spec, old), loaded):
             value = self.new_id() if old is None else old
             entry.waiting.append(stored)
             self._cache.take(old)
@@ -109,11 +113,14 @@ class ValueWriter(ValueReader):
         """Return whether anything waits to be added to a value."""
         return bool(self._entry(value).waiting)
 
-    def fold(self, spec: Spec, value: int) -> None:
-        """Add to a large value what waits for it."""
+    def fold(self, spec: Spec, value: int) -> bool:
+        """Add to a large value up to `MOST_FOLDED` gradients that wait for it. Return whether more wait."""
         entry = self._entry(value)
+        entry.waiting, left = entry.waiting[:MOST_FOLDED], entry.waiting[MOST_FOLDED:]
         self._add_to_chunks(spec, value, entry, None, None, 1.0, overwrite=False)
+        entry.waiting = left
         self._put(value, entry.pack())
+        return bool(left)
 
     def _large(self, spec: Spec, value: int | None) -> Entry:
         """Return the entry of a large value, None for zeros."""
@@ -181,9 +188,9 @@ class ValueWriter(ValueReader):
         return 2 * rows.grad.nbytes <= spec.nbytes and self._has_room(spec, entry, stored_bytes(rows))
 
     def _has_room(self, spec: Spec, entry: Entry, nbytes: int) -> bool:
-        """Return whether a gradient may wait for the value."""
-        waiting = nbytes + sum(gradient.nbytes for gradient in entry.waiting)
-        few = len(entry.waiting) < MOST_WAITING_GRADIENTS and waiting <= MOST_WAITING_RATIO * spec.nbytes
+        """Return whether a gradient may wait for the value. A read takes `nbytes` of it into memory."""
+        loaded = nbytes + sum([each.nbytes for each in entry.waiting if not each.is_streamed(spec)])
+        few = len(entry.waiting) < MOST_WAITING_GRADIENTS and loaded <= MOST_WAITING_RATIO * spec.nbytes
         return few and spec.nonfinite == "allow"
 
     def _store(self, gradient: Gradient, weight: float = 1.0) -> StoredGradient:

@@ -66,6 +66,10 @@ class StoredGradient(NamedTuple):
     def nbytes(self) -> int:
         return sum(self.sizes)
 
+    def is_streamed(self, spec: Spec) -> bool:
+        """Return whether a read of the value needs only a piece of it at a time in memory, and not all of it."""
+        return len(self.ids) == 1 and tuple(self.shape) == spec.shape
+
 
 @dataclass
 class Entry:
@@ -154,7 +158,7 @@ class ValueReader:
         """Return a stored gradient, of the buffer's shape."""
         dtype, shape = DTYPES[stored.dtype], tuple(stored.shape)
         value, entry = stored.ids[-1], self._entry(stored.ids[-1])
-        if shape == spec.shape and len(stored.ids) == 1 and entry.inline is None:
+        if stored.is_streamed(spec) and entry.inline is None:
             return _Streamed(shape, dtype, lambda number, out: self._read(value, entry.chunks, number, out))
         *index, array = map(self._load_bytes, stored.ids, stored.sizes)
         array = array.view(dtype).reshape(shape)
