@@ -67,7 +67,7 @@ def _make_part(txn: Transaction, part: Part, changes: Sequence[Change], now: flo
     if push is not None:
         push.check_not_refused()
         if part.number in push.staged:
-            part.check_same([push.staged[part.number].mark])
+            part.check_same([push.staged[part.number].mark], push.numbers)
             return Outcome({}, replayed=True, staged=push.numbers)
     push = push or Push.of(part, now)
     try:

@@ -53,12 +53,16 @@ class Part(NamedTuple):
         """The part in what is stored with the key."""
         return f"{self.number}:{self.fingerprint.hex()}"
 
-    def check_same(self, marks: Sequence[str]) -> None:
-        """Raise `KeyReused` unless this part, with the same bytes, is among those of the push."""
+    def check_same(self, marks: Sequence[str], staged: Sequence[int] | None = None) -> None:
+        """Raise `KeyReused` unless this part, with the same bytes, is among those of the push.
+
+        The error has the numbers of the `staged` parts if the push is not complete.
+        """
         if self.mark not in marks:
             raise KeyReused(
                 f"Part {self.number} of the push {shown(self.push)} has come before with another path, query,"
-                " Content-Type or body, or the push was complete without it. A new push needs a new id"
+                " Content-Type or body, or the push was complete without it. A new push needs a new id",
+                **({} if staged is None else {"staged": staged}),
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -37,11 +37,21 @@ def some_urls(request: pytest.FixtureRequest, small_urls: list[str]) -> list[str
 @pytest.fixture
 def server(some_urls: list[str], kind: str) -> Iterator[Any]:
     """A client of one server or of three, with the buffers."""
-    with connected(kind, some_urls, timeout=20) as server:
-        delete_all(server)
-        server.buffers.create_many({name: {"shape": LENGTH, "keep": 2} for name in NAMES})
+    with spread(kind, some_urls) as server:
         yield server
-        delete_all(server)
+
+
+@contextmanager
+def spread(kind: str, urls: list[str], **settings: Any) -> Iterator[Any]:
+    """Yield a client of these servers, each of which has as many of the buffers; without `settings`, new ones."""
+    with connected(kind, urls, **{"timeout": 20, **settings}) as server:
+        server.place({name: urls[number % len(urls)] for number, name in enumerate(NAMES)})
+        if not settings:
+            delete_all(server)
+            server.buffers.create_many({name: {"shape": LENGTH, "keep": 2} for name in NAMES})
+        yield server
+        if not settings:
+            delete_all(server)
 
 
 class Hooked(httpx.BaseTransport, httpx.AsyncBaseTransport):
@@ -177,8 +187,7 @@ def test_a_push_that_broke_off_counts_with_what_comes_next(small_urls: list[str]
         if count == 3:
             raise KeyboardInterrupt
 
-    with connected(kind, small_urls[0]) as server:
-        server.buffers.create_many({name: {"shape": LENGTH} for name in NAMES})
+    with spread(kind, small_urls[:1]) as server:
         with connected("sync", small_urls[0], transport=Hooked(interrupt)) as broken, pytest.raises(KeyboardInterrupt):
             broken.buffers.accumulate(gradients(), idempotency_key=key)
         (left,) = server.buffers.pushes("layer")
@@ -186,7 +195,6 @@ def test_a_push_that_broke_off_counts_with_what_comes_next(small_urls: list[str]
         assert left.bytes == left.count * LENGTH * 4
         server.buffers.accumulate(gradients(5), weight=3, idempotency_key=key)
         assert sums(server) == [3 * value for value in ascending(5)]
-        delete_all(server)
 
 
 @pytest.mark.parametrize("lost", ["before", "after"])
@@ -201,7 +209,7 @@ def test_a_completion_that_broke_off_is_repeated(
             failed.add(host)
             raise httpx.ReadError("reset")
 
-    with connected(kind, some_urls, transport=Hooked(**{lost: fail_once})) as broken:
+    with spread(kind, some_urls, transport=Hooked(**{lost: fail_once})) as broken:
         receipts = broken.buffers.accumulate(gradients(), idempotency_key=key)
     assert len(failed) == len(some_urls)
     assert {(one.count, one.replayed) for one in receipts.values()} == {(1, lost == "after")}
@@ -215,9 +223,8 @@ def test_a_completion_that_failed_on_a_server_is_made_up_for(small_urls: list[st
         if is_last(request) and str(request.url).startswith(small_urls[1]):
             raise httpx.ConnectError("refused")
 
-    with connected(kind, small_urls, timeout=20) as server:
-        server.buffers.create_many({name: {"shape": LENGTH} for name in NAMES})
-        with connected(kind, small_urls, transport=Hooked(fail), max_retries=0) as broken:
+    with spread(kind, small_urls) as server:
+        with spread(kind, small_urls, transport=Hooked(fail), max_retries=0) as broken:
             with pytest.raises(ConnectionFailed, match=f"^{small_urls[1]}: ") as caught:
                 broken.buffers.accumulate(gradients(), idempotency_key=key)
             assert (caught.value.idempotency_key, caught.value.maybe_done) == (key, True)
@@ -227,7 +234,26 @@ def test_a_completion_that_failed_on_a_server_is_made_up_for(small_urls: list[st
         receipts = server.buffers.accumulate(gradients(), idempotency_key=caught.value.idempotency_key)
         assert {one.count for one in receipts.values()} == {1}
         assert sums(server) == ascending(1)
-        delete_all(server)
+
+
+def test_a_push_that_counts_on_a_server_is_completed_with_its_own_gradients(
+    small_urls: list[str], kind: str, key: str
+) -> None:
+    """The program comes again with other gradients. The servers that have not added the first ones do so now."""
+
+    def fail(request: httpx.Request) -> None:
+        if is_last(request) and str(request.url).startswith(small_urls[1]):
+            raise httpx.ConnectError("refused")
+
+    with spread(kind, small_urls) as server:
+        with spread(kind, small_urls, transport=Hooked(fail), max_retries=0) as broken:
+            with pytest.raises(ConnectionFailed):
+                broken.buffers.accumulate(gradients(), idempotency_key=key)
+        for _ in range(2):
+            with pytest.raises(KeyReused):
+                server.buffers.accumulate(gradients(5), idempotency_key=key)
+        assert sums(server) == ascending(1)
+        assert server.buffers.pushes() == []
 
 
 def test_nothing_counts_before_all_servers_have_all_parts(small_urls: list[str], kind: str, key: str) -> None:
@@ -235,9 +261,8 @@ def test_nothing_counts_before_all_servers_have_all_parts(small_urls: list[str],
         if "push" in request.url.params and str(request.url).startswith(small_urls[2]):
             raise httpx.ConnectError("refused")
 
-    with connected(kind, small_urls, timeout=20) as server:
-        server.buffers.create_many({name: {"shape": LENGTH} for name in NAMES})
-        with connected(kind, small_urls, transport=Hooked(fail), max_retries=0) as broken:
+    with spread(kind, small_urls) as server:
+        with spread(kind, small_urls, transport=Hooked(fail), max_retries=0) as broken:
             with pytest.raises(ConnectionFailed, match=f"^{small_urls[2]}: ") as caught:
                 broken.buffers.accumulate(gradients(), idempotency_key=key)
             assert not caught.value.maybe_done
@@ -246,7 +271,6 @@ def test_nothing_counts_before_all_servers_have_all_parts(small_urls: list[str],
         server.buffers.accumulate(gradients(), idempotency_key=key)
         assert sums(server) == ascending(1)
         assert server.buffers.pushes() == []
-        delete_all(server)
 
 
 def test_a_push_that_was_forgotten_before_its_end_is_staged_again(
@@ -261,7 +285,7 @@ def test_a_push_that_was_forgotten_before_its_end_is_staged_again(
             forgotten.add(host)
             httpx.delete(request.url.copy_with(path="/v1/pushes", query=b""), params={"push": query["push"]})
 
-    with connected(kind, some_urls, transport=Hooked(forget)) as broken:
+    with spread(kind, some_urls, transport=Hooked(forget)) as broken:
         receipts = broken.buffers.accumulate(gradients(), idempotency_key=key)
     assert {one.count for one in receipts.values()} == {1}
     assert sums(server) == ascending(1)

@@ -10,7 +10,19 @@ from gradserve_client._http.placement import merged
 from gradserve_client._http.policy import Call
 from gradserve_client._http.runner import Runner
 from gradserve_client._wire.calls import limits
-from gradserve_client._wire.pushes import Push, Receipts, errors_in, forget, is_refused, is_small, pushes, taken_over
+from gradserve_client._wire.pushes import (
+    Push,
+    Receipts,
+    errors_in,
+    forget,
+    is_begun,
+    is_known,
+    is_refused,
+    is_small,
+    is_spent,
+    pushes,
+    taken_over,
+)
 from gradserve_client.errors import GradserveError, KeyReused
 
 ATTEMPTS = 3
@@ -32,14 +44,17 @@ def added(runner: Runner, call: Call[Receipts], most: int | None = None) -> Rece
     if not made:
         return runner.run(call)
     sent = [(shard, push) for (shard, _), push in zip(routes, made, strict=True)]
-    errors = errors_in(together([partial(staged, *each) for each in sent]))
-    receipts = [] if errors else together([partial(completed, *each) for each in sent])
+    begun = together([partial(staged, *each) for each in sent])
+    if is_known(begun) and not any(one is True or is_spent(one) for one in begun):  # so no server has the push
+        begun = together([partial(staged_anew, *each, before) for each, before in zip(sent, begun, strict=True)])
+    unspent = [each for each, before in zip(sent, begun, strict=True) if is_known(begun) and not is_spent(before)]
+    outcomes = [*errors_in(begun), *together([partial(completed, *each) for each in unspent])]
     try:
-        if is_refused([*errors, *errors_in(receipts)]):
+        if is_refused(errors_in(outcomes)):
             together([partial(forgotten, *each) for each in sent])
-        return merged(call, receipts or errors)
+        return merged(call, outcomes)
     finally:  # an error's traceback holds this frame: a cycle that would keep the call's arrays in memory
-        del errors, receipts
+        del begun, outcomes
 
 
 def learn_limits(shard: Runner) -> None:
@@ -48,28 +63,41 @@ def learn_limits(shard: Runner) -> None:
 
 
 def staged(shard: Runner, push: Push) -> bool:
-    """Stage the gradients of a push, and return whether it was complete before."""
-    for attempt in range(ATTEMPTS):
+    """Stage the gradients of a push, and return whether it was complete before. Raises `KeyReused`."""
+    for part in push.staging:
+        if shard.run(part) is not None:
+            return True
+    return False
+
+
+def staged_anew(shard: Runner, push: Push, before: bool | Exception) -> bool:
+    """Stage the gradients of a push in place of others under its id, if that was the outcome `before`."""
+    if not isinstance(before, Exception):
+        return before
+    for _ in range(ATTEMPTS):
         try:
-            for part in push.staging:
-                if shard.run(part) is not None:
-                    return True
-            return False
-        except KeyReused:  # of a push that is complete, or that broke off and had other gradients
-            if attempt == ATTEMPTS - 1 or not shard.run(forget(push.id)):
+            shard.run(forget(push.id))
+            return staged(shard, push)
+        except KeyReused as error:
+            if not is_begun(error):
                 raise
-    raise AssertionError
+    raise taken_over(push)
 
 
 def completed(shard: Runner, push: Push) -> Receipts:
-    """Add the gradients that a push has staged, and return the receipts."""
+    """Add what a push has staged, and return the receipts.
+
+    If another server has added the push before it broke off, this server adds what it had staged by that time: all
+    gradients are of one push.
+    """
     for _ in range(ATTEMPTS):
         try:
             if (receipts := shard.run(push.last)) is not None:
                 return receipts
-        except KeyReused:
-            if not shard.run(forget(push.id)):
+        except KeyReused as error:
+            if not is_begun(error):
                 raise
+            shard.run(forget(push.id))
         staged(shard, push)
     raise taken_over(push)
 

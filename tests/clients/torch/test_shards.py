@@ -69,14 +69,16 @@ def test_three_servers_and_kills_give_the_bits_of_one(
     assert same(found, expected)
 
 
-def test_bytes_are_balanced_and_requests_are_one_for_each_server(urls: list[str], run: str) -> None:
+def test_bytes_are_balanced_and_requests_are_two_for_each_server(urls: list[str], run: str) -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(30 + number, 50) for number in range(9)])
     transport = Watched()
     with Client(urls, transport=transport) as server:
         gradients = GradientAccumulator(model, server, run=run)
         transport.sent.clear()
         gradients.push(weight=0)
-        assert [path for path, _ in transport.sent] == ["/v1/buffers/accumulate"] * 3
+        assert [path for path, _ in transport.sent] == ["/v1/buffers/accumulate"] * 6
+        sizes = [size for _, size in transport.sent]
+        assert max(sizes[3:]) < min(sizes[:3])  # the last part of each push is empty
         held = Counter[str]()
         for info in server.buffers.list(run):
             if "::" not in info.name:
@@ -138,7 +140,9 @@ def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_epoch(ur
         backward(models[0], 4, 1)
         workers[0].push(weight=4)
         backward(models[1], 2, 2)
-        transport.refuses = lambda request: str(request.url).startswith(urls[2])
+        transport.refuses = lambda request: (
+            str(request.url).startswith(urls[2]) and request.url.params["part"] == request.url.params["parts"]
+        )
         with pytest.raises(ConnectionFailed, match=f"^{urls[2]}: The connection failed: no route$") as caught:
             workers[1].push(weight=2)
         assert caught.value.maybe_done

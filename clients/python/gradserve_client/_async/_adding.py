@@ -11,7 +11,19 @@ from gradserve_client._async.runner import AsyncRunner
 from gradserve_client._http.placement import merged
 from gradserve_client._http.policy import Call
 from gradserve_client._wire.calls import limits
-from gradserve_client._wire.pushes import Push, Receipts, errors_in, forget, is_refused, is_small, pushes, taken_over
+from gradserve_client._wire.pushes import (
+    Push,
+    Receipts,
+    errors_in,
+    forget,
+    is_begun,
+    is_known,
+    is_refused,
+    is_small,
+    is_spent,
+    pushes,
+    taken_over,
+)
 from gradserve_client.errors import GradserveError, KeyReused
 
 ATTEMPTS = 3
@@ -33,14 +45,17 @@ async def added(runner: AsyncRunner, call: Call[Receipts], most: int | None = No
     if not made:
         return await runner.run(call)
     sent = [(shard, push) for (shard, _), push in zip(routes, made, strict=True)]
-    errors = errors_in(await together([partial(staged, *each) for each in sent]))
-    receipts = [] if errors else await together([partial(completed, *each) for each in sent])
+    begun = await together([partial(staged, *each) for each in sent])
+    if is_known(begun) and not any(one is True or is_spent(one) for one in begun):  # so no server has the push
+        begun = await together([partial(staged_anew, *each, before) for each, before in zip(sent, begun, strict=True)])
+    unspent = [each for each, before in zip(sent, begun, strict=True) if is_known(begun) and not is_spent(before)]
+    outcomes = [*errors_in(begun), *await together([partial(completed, *each) for each in unspent])]
     try:
-        if is_refused([*errors, *errors_in(receipts)]):
+        if is_refused(errors_in(outcomes)):
             await together([partial(forgotten, *each) for each in sent])
-        return merged(call, receipts or errors)
+        return merged(call, outcomes)
     finally:  # an error's traceback holds this frame: a cycle that would keep the call's arrays in memory
-        del errors, receipts
+        del begun, outcomes
 
 
 async def learn_limits(shard: AsyncRunner) -> None:
@@ -49,28 +64,41 @@ async def learn_limits(shard: AsyncRunner) -> None:
 
 
 async def staged(shard: AsyncRunner, push: Push) -> bool:
-    """Stage the gradients of a push, and return whether it was complete before."""
-    for attempt in range(ATTEMPTS):
+    """Stage the gradients of a push, and return whether it was complete before. Raises `KeyReused`."""
+    for part in push.staging:
+        if await shard.run(part) is not None:
+            return True
+    return False
+
+
+async def staged_anew(shard: AsyncRunner, push: Push, before: bool | Exception) -> bool:
+    """Stage the gradients of a push in place of others under its id, if that was the outcome `before`."""
+    if not isinstance(before, Exception):
+        return before
+    for _ in range(ATTEMPTS):
         try:
-            for part in push.staging:
-                if await shard.run(part) is not None:
-                    return True
-            return False
-        except KeyReused:  # of a push that is complete, or that broke off and had other gradients
-            if attempt == ATTEMPTS - 1 or not await shard.run(forget(push.id)):
+            await shard.run(forget(push.id))
+            return await staged(shard, push)
+        except KeyReused as error:
+            if not is_begun(error):
                 raise
-    raise AssertionError
+    raise taken_over(push)
 
 
 async def completed(shard: AsyncRunner, push: Push) -> Receipts:
-    """Add the gradients that a push has staged, and return the receipts."""
+    """Add what a push has staged, and return the receipts.
+
+    If another server has added the push before it broke off, this server adds what it had staged by that time: all
+    gradients are of one push.
+    """
     for _ in range(ATTEMPTS):
         try:
             if (receipts := await shard.run(push.last)) is not None:
                 return receipts
-        except KeyReused:
-            if not await shard.run(forget(push.id)):
+        except KeyReused as error:
+            if not is_begun(error):
                 raise
+            await shard.run(forget(push.id))
         await staged(shard, push)
     raise taken_over(push)
 

@@ -186,7 +186,7 @@ class Accumulator(Generic[M, D]):
         return pulled, used
 
     def set_rules(self, **rules: Unpack[BufferRules]) -> None:
-        """Change these of the buffers' rules, in a request for as many buffers as one push sends in a request.
+        """Change these of the rules of all buffers, those of a server at one moment.
 
         None takes a rule away. If the running epoch fulfils a new rule already, it closes at once. One worker calls
         this for all. Workers that join or restart later follow, whatever rules they give, and warn in the log. Raises
@@ -194,6 +194,18 @@ class Accumulator(Generic[M, D]):
         """
         self._pushes.wait()
         self._sums.set_rules(rules)
+
+    def catch_up(self) -> int:
+        """Go on in the epoch that the run is in, without the gradients of those before, and return it.
+
+        A worker that only pushes calls this after `StaleEpoch`, when another has pulled. What it has pushed in the
+        running epoch still counts.
+        """
+        self._pushes.wait()
+        epoch, _ = self._sums.position()
+        if epoch > self.epoch:
+            self._pushes.begin(epoch)
+        return self.epoch
 
     def _broadcast_state(self, state: State, *, send: bool) -> None:
         """Send this state to all others, or set it to that of the worker that sends."""

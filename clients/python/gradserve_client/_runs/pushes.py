@@ -48,9 +48,12 @@ class Pushes:
                 contributor=self._worker,
             )
         except StaleEpoch as error:
-            hint = "; if it has closed, pull() fetches its mean" if self._sums.closes_itself else ""
+            fate = "count on some of the servers only" if error.maybe_done else "do not count"
+            pulls = "if it has closed, pull() fetches its mean; " if self._sums.closes_itself else ""
             raise explained(
-                error, f"This worker is at epoch {self.epoch}, and its gradients do not count{hint}"
+                error,
+                f"This worker is at epoch {self.epoch}, and its gradients {fate}; {pulls}catch_up() goes on in the"
+                " running epoch",
             ) from None
         except KeyReused as error:
             push = f"push {self.count} of epoch {self.epoch}"

@@ -9,20 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from gradserve_client._adding import learn_limits
 from gradserve_client._runs.model import Model
 from gradserve_client._runs.parts import BUFFER_BYTES
 from gradserve_client._runs.rules import canonical
 from gradserve_client._wire.arguments import as_whole
-from gradserve_client._wire.calls import limits
+from gradserve_client._wire.pushes import PART_BYTES
 from gradserve_client._wire.tensors import Array
 from gradserve_client.client import Client
 from gradserve_client.errors import Conflict, StaleEpoch, TooLarge, mistaken
 
 _WORDS = 8
 """Numbers of 32 bits in a SHA-256 hash. Each is exact in a buffer of float64."""
-
-REQUEST_BYTES = 64 << 20
-"""Bytes of a request at most, by default: a quarter of what a server takes by default (GRADSERVE_MAX_BODY_BYTES)."""
 
 
 class FirstWorker:
@@ -96,9 +94,12 @@ def _words(digest: str) -> Array:
 
 def fitting(server: Client, request_bytes: int | None) -> int:
     """Return the bytes of a request. Raises `TooLarge` if a server does not take them."""
-    most: int = min(shard.run(limits())["max_body_bytes"] for shard in server.buffers._runner.shards)
+    shards = server.buffers._runner.shards
+    for shard in shards:
+        learn_limits(shard)
+    most: int = min(shard.limits["max_body_bytes"] for shard in shards)
     if request_bytes is None:
-        return min(REQUEST_BYTES, most // 2)
+        return min(PART_BYTES, most // 2)
     if as_whole("request_bytes", request_bytes) < 1:
         raise mistaken("request_bytes", f"is {request_bytes}, but must be at least 1")
     if request_bytes + 4 * BUFFER_BYTES > most:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from gradserve_client._adding import added
 from gradserve_client._http.placement import balanced
 from gradserve_client._http.policy import Call
 from gradserve_client._runs.parts import Group, Part, rounds
@@ -20,7 +21,7 @@ from gradserve_client._wire import answers, bulk
 from gradserve_client._wire.specs import Reduce
 from gradserve_client._wire.tensors import Array
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, GradserveError, InvalidInput, KeyReused, NothingToAverage, StaleEpoch
+from gradserve_client.errors import Conflict, GradserveError, InvalidInput, NothingToAverage, StaleEpoch
 from gradserve_client.models import BufferInfo, BufferRules, Receipt
 from gradserve_client.rows import Gradient
 
@@ -84,12 +85,10 @@ class Sums:
                 code="invalid_parameter",
             )
         of_all: Any = {name: rule for name, rule in rules.items() if name != "max_norm"}
-        for one in self._rounds:
-            if of_all:
-                self._server.buffers.set_rules(one.names, **of_all)
-            if "max_norm" in rules:  # not of the tallies, whose numbers are no gradients
-                names = [name for group in one.groups for name in group.names]
-                self._server.buffers.set_rules(names, max_norm=rules["max_norm"])
+        if of_all:
+            self._server.buffers.set_rules([name for one in self._rounds for name in one.names], **of_all)
+        if "max_norm" in rules:  # not of the tallies, whose numbers are no gradients
+            self._server.buffers.set_rules([*self._parts], max_norm=rules["max_norm"])
         self._rules = new
 
     def rules(self) -> dict[str, Any]:
@@ -113,15 +112,14 @@ class Sums:
     def position(self) -> tuple[int, int]:
         """Return the earliest epoch of the buffers, and its count: the greatest of a buffer.
 
-        Groups may be an epoch apart, if a worker was killed between requests. Raises `Conflict` if the buffers do not
-        belong to the same model.
+        Rounds may be an epoch apart, if it closes while they are read, and so may servers. Raises `Conflict` if the
+        buffers do not belong to the same model.
         """
         epochs: dict[int, Receipt] = {}
         units: set[tuple[object, ...]] = set()
         for number, one in enumerate(self._rounds):
             found = self._server.buffers.accumulate(dict.fromkeys(one.names, 0.0), do_update=False)
-            for answered, names in one.reads(self._parts).items():
-                units |= {(number, answered, self.places.get(name), found[name].epoch) for name in names}
+            units |= {(number, self.places.get(name), found[name].epoch) for name in one.names}
             for receipt in found.values():
                 epochs[receipt.epoch] = max(epochs.get(receipt.epoch, receipt), receipt, key=lambda one: one.count)
         if len({unit[:-1] for unit in units}) < len(units) or max(epochs) - min(epochs) > 1:
@@ -143,32 +141,18 @@ class Sums:
         contributor: str | None,
         key: str,
     ) -> list[Receipt]:
-        """Add `weight` times the numbers, and return a receipt of each group. The `used` buffers have a gradient.
+        """Add `weight` times the numbers, all or none, and return a receipt of each group.
 
-        A request that is refused because the epoch has closed or the key is known does not keep the others back: all
-        requests of a push count, or will never count. Raises `StaleEpoch` or `KeyReused` after them.
+        The `used` buffers have a gradient. Several servers add at the same time, once each of them has all numbers.
         """
-        receipts: list[Receipt] = []
-        refusals: list[GradserveError] = []
-        for number, one in enumerate(self._rounds):
-            found = {name: numbers[name] for group in one.groups for name in group.names}
-            found |= {group.tally: _tally(group, used, scale, weight) for group in one.groups}
-            try:
-                answered = self._run(
-                    bulk.accumulate(
-                        found, weight=weight, epoch=epoch, contributor=contributor, idempotency_key=f"{key}-{number}"
-                    )
-                )
-            except (StaleEpoch, KeyReused) as error:
-                refusals.append(error)
-            else:
-                receipts += [answered[group.tally] for group in one.groups]
-        try:
-            if refusals:
-                raise next((error for error in refusals if isinstance(error, StaleEpoch)), refusals[0])
-        finally:  # the error's traceback holds this frame: a cycle that would keep the numbers in memory
-            del refusals
-        return receipts
+        groups = [group for one in self._rounds for group in one.groups]
+        tallies = {group.tally: _tally(group, used, scale, weight) for group in groups}
+        add = bulk.accumulate(
+            {**numbers, **tallies}, weight=weight, epoch=epoch, contributor=contributor, idempotency_key=key
+        )
+        is_one_request = len(groups) == 1 and "max_norm" not in self._rules  # which is for the whole push
+        receipts = added(self._server.buffers._runner, add, None if is_one_request else self._request_bytes)
+        return [receipts[tally] for tally in tallies]
 
     def pull(self, epoch: int, reduce: Reduce, timeout: float) -> Summed:
         """Return the sums or means of the epoch: once it has closed, or close it if it does not close by itself.
@@ -180,41 +164,39 @@ class Sums:
     def _closed(self, epoch: int, reduce: Reduce, timeout: float) -> Summed:
         end = time.monotonic() + timeout
 
-        def fetch(names: Sequence[str], number: int, dtype: str | None, reduce: Reduce) -> Call[Any]:
+        def fetch(names: Sequence[str], dtype: str | None, reduce: Reduce) -> Call[Any]:
             rest = max(end - time.monotonic(), 0.0)
             return bulk.value(names, None, epoch=epoch, reduce=reduce, dtype=dtype, timeout=rest)
 
         return self._summed(fetch, reduce)
 
     def _taken(self, epoch: int, reduce: Reduce) -> Summed:
+        """Close the epoch of all buffers with one request to each server: a take, unless several reads are needed."""
+        key = f"{self.identity('')}-{epoch}-take"
 
-        def fetch(names: Sequence[str], number: int, dtype: str | None, reduce: Reduce) -> Call[Any]:
-            return bulk.take(
-                names,
-                None,
-                min_count=1,
-                epoch=epoch,
-                timeout=0.0,
-                reduce=reduce,
-                dtype=dtype,
-                idempotency_key=f"{self.identity('')}-{epoch}-take-{number}-{dtype}-{reduce}",
-            )
+        def fetch(names: Sequence[str], dtype: str | None, reduce: Reduce) -> Call[Any]:
+            more: Any = {"min_count": 1, "epoch": epoch, "timeout": 0.0, "idempotency_key": f"{key}-{reduce}"}
+            return bulk.take(names, None, reduce=reduce, dtype=dtype, **more)
 
+        reads = [names for one in self._rounds for names in one.reads(self._parts).values()]
         try:
-            return self._summed(fetch, reduce)
+            if len(reads) == 1:
+                return self._summed(fetch, reduce)
+            names = [name for some in reads for name in some]
+            self._server.buffers.close_epoch(names, min_count=1, epoch=epoch, idempotency_key=key)
         except StaleEpoch as error:
             raise explained(
                 error, f"Another client closed epoch {epoch}: without a quorum, only one worker may pull"
             ) from None
+        return self._closed(epoch, reduce, 0.0)
 
     def _summed(self, fetch: Callable[..., Call[Any]], reduce: Reduce) -> Summed:
-        """Read all rounds. The first read of a round has the tallies: after a take of them, no push counts any more."""
         summed = Summed()
-        for number, one in enumerate(self._rounds):
+        for one in self._rounds:
             found: dict[str, Read] = {}
             tallies = {group.tally for group in one.groups}
             for dtype, names in one.reads(self._parts).items():
-                found |= self._found(partial(fetch, names, number, dtype), dtype, reduce, tallies)
+                found |= self._found(partial(fetch, names, dtype), dtype, reduce, tallies)
             summed.enter(one, found, reduce)
         return summed
 

@@ -135,6 +135,21 @@ def errors_in(outcomes: Sequence[object]) -> list[Exception]:
     return [one for one in outcomes if isinstance(one, Exception)]
 
 
+def is_begun(outcome: object) -> bool:
+    """Whether a server has staged other gradients under the id of the push, which is not complete there."""
+    return isinstance(outcome, KeyReused) and "staged" in outcome.context
+
+
+def is_spent(outcome: object) -> bool:
+    """Whether a server has a complete push of this id with other gradients."""
+    return isinstance(outcome, KeyReused) and not is_begun(outcome)
+
+
+def is_known(outcomes: Sequence[object]) -> bool:
+    """Whether each server has the push, or has staged it."""
+    return all(isinstance(one, KeyReused) for one in errors_in(outcomes))
+
+
 def is_refused(errors: Sequence[Exception]) -> bool:
     """Whether a server takes the push neither now nor later, or has no room for it."""
     lasting = [one for one in errors if isinstance(one, StoreFull) or not isinstance(one, (*RETRYABLE, KeyReused))]
