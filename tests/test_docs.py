@@ -20,6 +20,7 @@ from service.settings import Settings
 from tests.commands import helps
 from tests.documentation import DOCUMENTS, README, ROOT, TABLES, Block, blocks, rendered, tables
 from tests.serving import delete_buffers, serving
+from tests.trainers import is_trainer, trained
 
 MAX_README_BYTES = 8192
 """The README's limit of bytes: a newcomer reads it in five minutes."""
@@ -62,12 +63,14 @@ def url(served: str) -> str:
     ("name", "block", "output"),
     [pytest.param(name, block, output, id=f"{name}-{number}") for name, number, block, output in examples()],
 )
-def test_examples_answer_as_printed(url: str, name: str, block: Block, output: str) -> None:
+def test_examples_answer_as_printed(url: str, name: str, block: Block, output: str, tmp_path: Path) -> None:
     assert "127.0.0.1:8000" in block.text
     code = block.text.replace("127.0.0.1:8000", url.removeprefix("http://"))
     if block.language == "bash":
         command = ["bash", "-euc", code]
         printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
+    elif is_trainer(code):
+        printed = trained(code, tmp_path, workers=2)
     else:
         captured = io.StringIO()
         with contextlib.redirect_stdout(captured):
@@ -84,7 +87,7 @@ def test_every_recipe_saves_contiguous_arrays() -> None:
         node.args[0]
         for source in sources
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call) and re.search(r"\bsave(_file)?$", ast.unparse(node.func))
+        if isinstance(node, ast.Call) and re.search(r"(?<!torch\.)\bsave(_file)?$", ast.unparse(node.func))
     ]
     assert saved
     for tensors in saved:

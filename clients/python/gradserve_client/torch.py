@@ -26,7 +26,7 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
 
     Workers that give the same `run` sum together. Each may join at any time, and again after a restart: from epoch 1 on
     with `load_state_dict` or `broadcast_parameters(send=False)`, so that it has the run's weights. `__init__` explains
-    the arguments.
+    the arguments, and `from_env` takes some from the variables that torchrun sets.
 
     Threads must not share it. Raises `InvalidInput` for a model that cannot be accumulated. Raises `Conflict` for
     buffers with other rules or of another run, and for a model unlike that of the run's first worker: in its names,

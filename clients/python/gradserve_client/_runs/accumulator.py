@@ -6,10 +6,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar, Unpack
+from typing import Any, Generic, Literal, Self, TypeVar, Unpack
 
 from gradserve_client._http.log import logger
 from gradserve_client._runs.broadcast import Broadcast
+from gradserve_client._runs.environment import with_environment
 from gradserve_client._runs.given import check_rules, check_server, check_worker
 from gradserve_client._runs.joining import Joining, new_run
 from gradserve_client._runs.model import Model, State
@@ -107,6 +108,19 @@ class Accumulator(Generic[M, D]):
         self._calls = epoch, 0
         """The calls of `broadcast_parameters` in an epoch."""
         self._new_broadcast = partial(Broadcast, server, self._prefix, request_bytes, ttl_seconds)
+
+    @classmethod
+    def from_env(cls, model: M, server: Client, *, run: str, **given: Any) -> Self:
+        """Return the accumulator of a worker that torchrun has started, or that has `RANK` and `WORLD_SIZE` set.
+
+        Each argument of the class may be given. Those that are not follow from the two variables. Worker 1 of 4 gets
+        `worker="rank1"`, `quorum=4`, `contributors=["rank0", "rank1", "rank2", "rank3"]`, `deadline_seconds=120` and
+        `min_count=2`. So each worker pushes once in an epoch, which waits two minutes for a worker that is started
+        again, and then goes on if at least half of the pushes are in. For 3 pushes of each, give `quorum=12`.
+
+        Raises `InvalidInput` if a variable is missing or wrong.
+        """
+        return cls(model, server, run=run, **with_environment(given))
 
     def _open(self, places: Mapping[str, str]) -> None:
         """Open the buffers. If their rules have changed since the first worker gave them, follow these."""

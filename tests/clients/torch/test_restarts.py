@@ -1,0 +1,115 @@
+"""The README's workers in processes that are killed, and started again with the same command."""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradserve_client import Client
+
+from tests.faults.servers import Server
+from tests.trainers import SECONDS, Trainer, script
+
+WORKERS = 3
+EPOCHS = 60
+RATE = 0.02
+"""The optimizer's: the loss still falls in the last epoch."""
+
+PULL = 'print("epoch", gradients.epoch, "loss", float(loss.detach()), flush=True); time.sleep(0.02); gradients.pull()'
+
+
+@pytest.fixture
+def durable(tmp_path: Path) -> Iterator[Server]:
+    """A server in a separate process, with its store on the disk."""
+    with Server(tmp_path / "store") as running:
+        yield running
+
+
+def code(url: str) -> str:
+    """Return the README's script, which prints its loss in each epoch and its weights in the end."""
+    lines = script().replace("http://127.0.0.1:8000", url).replace("lr=0.1", f"lr={RATE}")
+    lines = lines.replace("(model(X) - y).square().mean().backward()", "loss = (model(X) - y).square().mean()")
+    lines = lines.replace("        with suppress", "        loss.backward()\n        with suppress")
+    lines = lines.replace("gradients.pull()", PULL)
+    return f"import time\n{lines}\nprint('weights', model.weight.tolist(), flush=True)\n"
+
+
+def losses(printed: str) -> dict[int, float]:
+    """Return the loss of each epoch."""
+    return {int(epoch): float(loss) for epoch, loss in re.findall(r"^epoch (\d+) loss (\S+)$", printed, re.MULTILINE)}
+
+
+def until(trainer: Trainer, epoch: int) -> dict[int, float]:
+    """Wait until a worker is in this epoch. Return its losses."""
+    end = time.monotonic() + SECONDS
+    while (found := losses(trainer.printed())).keys() < {epoch} or max(found) < epoch:
+        assert time.monotonic() < end, trainer.printed()
+        assert trainer.process.poll() is None, trainer.log.read_text()
+        time.sleep(0.01)
+    return found
+
+
+def weights(printed: str) -> str:
+    (found,) = re.findall("^weights (.*)$", printed, re.MULTILINE)
+    return str(found)
+
+
+def by_one_process() -> Any:
+    """Return the weights that PyTorch itself comes to with all rows."""
+    torch.manual_seed(0)
+    rows = torch.randn(64, 3)
+    labels = rows @ torch.tensor([[1.0], [-2.0], [0.5]])
+    model = torch.nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for _ in range(EPOCHS):
+        optimizer.zero_grad()
+        (model(rows) - labels).square().mean().backward()
+        optimizer.step()
+    return model.weight.detach()
+
+
+@pytest.fixture
+def workers(durable: Server, tmp_path: Path) -> Iterator[list[Trainer]]:
+    started = [Trainer(code(durable.url), tmp_path, rank, WORKERS) for rank in range(WORKERS)]
+    yield started
+    for worker in started:
+        worker.process.kill()
+
+
+def test_a_worker_that_is_killed_and_started_again_goes_on(durable: Server, workers: list[Trainer]) -> None:
+    """Each is killed once, and the server, too. No epoch is repeated or left out, and all end with the same bits."""
+    for rank, worker in enumerate(workers):
+        before = until(worker, 10 * (rank + 1))
+        worker.die()
+        if rank == 1:
+            durable.restart()
+        worker.start()
+        after = until(worker, max(before) + 2)
+        assert min(after) - max(before) in (0, 1)
+        assert after[max(after)] < before[max(before)]
+        assert all(after[epoch] == before[epoch] for epoch in after.keys() & before.keys())
+    printed = [worker.ends() for worker in workers]
+    assert {max(losses(one)) for one in printed} == {EPOCHS - 1}
+    assert len({weights(one) for one in printed}) == 1
+    torch.testing.assert_close(torch.tensor(ast.literal_eval(weights(printed[0]))), by_one_process())
+    with Client(durable.url) as server:
+        info = server.buffers["exp1.weight"].info()
+    assert (info.epoch, info.count) == (EPOCHS, 0)
+
+
+def test_a_worker_without_its_checkpoint_is_refused_and_the_others_wait(workers: list[Trainer], tmp_path: Path) -> None:
+    until(workers[1], 10)
+    workers[1].die()
+    kept = (tmp_path / "rank1.pt").rename(tmp_path / "kept.pt")
+    workers[1].start()
+    assert workers[1].process.wait(SECONDS) == 1
+    assert re.search(r"Conflict: This run is in epoch \d+.*load_state_dict\(\)", workers[1].log.read_text())
+    kept.rename(tmp_path / "rank1.pt")
+    workers[1].start()
+    assert len({weights(worker.ends()) for worker in workers}) == 1

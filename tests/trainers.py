@@ -1,0 +1,66 @@
+"""Workers of the README's training, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.documentation import README, blocks
+from tests.zygote import Forked
+
+SECONDS = 100
+"""Seconds that a worker may take: some, but its machine may be busy."""
+
+
+def is_trainer(code: str) -> bool:
+    """Return whether this example is for processes with a rank each."""
+    return "from_env" in code
+
+
+def script() -> str:
+    """Return the README's example of several workers."""
+    (found,) = (block.text for block in blocks(README.read_text()) if is_trainer(block.text))
+    return found
+
+
+class Trainer:
+    """A worker that runs a script in a directory. It can be killed, and started again with the same command."""
+
+    def __init__(self, code: str, directory: Path, rank: int, workers: int) -> None:
+        self._path, self._out = directory / f"train{rank}.py", directory / f"out{rank}"
+        self.log = directory / f"log{rank}"
+        self._path.write_text(f"import os\nos.chdir({str(directory)!r})\n{code}")
+        self._environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(workers)}
+        self.start()
+
+    def start(self) -> None:
+        self._out.unlink(missing_ok=True)
+        preloaded = ("gradserve_client.torch", "torch._dynamo", "sklearn.datasets")
+        self.process = Forked(
+            str(self._path), self._environment, self.log, arguments=(), out=str(self._out), preloaded=preloaded
+        )
+
+    def die(self) -> None:
+        """Kill -9 the process, and wait for its end."""
+        self.process.kill()
+        self.process.wait(SECONDS)
+
+    def printed(self) -> str:
+        """Return what the process has printed since its last start."""
+        return self._out.read_text() if self._out.exists() else ""
+
+    def ends(self) -> str:
+        """Return what the process has printed at its end."""
+        assert self.process.wait(SECONDS) == 0, self.log.read_text()
+        return self.printed()
+
+
+def trained(code: str, directory: Path, workers: int) -> str:
+    """Return what all workers print, in the order of their ranks."""
+    started: Sequence[Trainer] = [Trainer(code, directory, rank, workers) for rank in range(workers)]
+    try:
+        return "".join(trainer.ends() for trainer in started)
+    finally:
+        for trainer in started:
+            trainer.process.kill()
