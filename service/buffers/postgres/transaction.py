@@ -278,10 +278,13 @@ class PostgresTransaction:
 
 def _latest(name: K, *states: Mapping[K, V | BufferCorrupt | None]) -> V | None:
     """Return what the first of these states that has the name says about it. Raises `BufferCorrupt`."""
-    found = next((state[name] for state in states if name in state), None)
-    if isinstance(found, BufferCorrupt):
-        raise found
-    return found
+    for state in states:
+        if name in state:
+            found = state[name]
+            if isinstance(found, BufferCorrupt):
+                raise found
+            return found
+    return None
 
 
 def _moved(delta: Delta, value: int, seq: int, weight: float) -> Delta:
