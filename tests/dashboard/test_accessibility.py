@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 from playwright.sync_api import expect
@@ -19,6 +21,8 @@ def full(server: str, http: httpx.Client) -> str:
     for name, rank in [("late", 0), ("ill", 0), ("ill", 1), ("ill", 0)]:
         path, body = f"/v1/buffers/net.{name}/accumulate", {"gradient": [[1, "Infinity"], [2, 0]]}
         http.post(path, params={"contributor": f"rank{rank}"}, json=body).raise_for_status()
+    staged: dict[str, Any] = {"push": "step-17", "part": 1, "parts": 3, "contributor": "rank7"}
+    http.post("/v1/buffers/accumulate", params=staged, json={"net.late": 1}).raise_for_status()
     return server
 
 
@@ -27,6 +31,8 @@ def test_the_buffers(open_page: Open, full: str, scheme: str, size: tuple[int, i
     page = open_page(f"{full}#/buffers", size, color_scheme=scheme)
     expect(page.locator(".rows .c-nonfinite.bad").first).to_be_visible()
     expect(page.locator(".rows .c-missing.late").first).to_be_visible()
+    page.get_by_text("Staged: 1 push in parts").click()
+    expect(page.get_by_role("cell", name="step-17")).to_be_visible()
     page.get_by_role("treegrid").focus()
     assert findings(page) == []
 

@@ -19,6 +19,9 @@ from tests.serving import delete_buffers, serving, wait_until
 
 RULES = {"quorum": 3, "contributors": ["a", "b", "c"], "deadline_seconds": 600, "keep": 2}
 
+EVIL_ID = "<script>document.title='hacked'</script>"
+"""The id of a push that runs as a program if the page takes it for HTML."""
+
 MANY = 5000
 """Buffers of a large model."""
 
@@ -129,6 +132,33 @@ def test_the_columns_have_the_words_of_the_client(open_page: Open, server: str, 
     create(http, ["b"])
     expect(page.get_by_role("columnheader", name="missing")).to_be_hidden()  # no buffer has a value for it
     expect(page.get_by_role("columnheader", name="deadline")).to_be_hidden()
+
+
+def test_what_is_staged_is_listed(open_page: Open, server: str, http: httpx.Client) -> None:
+    create(http, ["a", "b"])
+    page = open_page(f"{server}#/buffers")
+    shows(page, "a", "count", "0")
+    line = page.locator(".staged > summary")
+    expect(line).to_be_hidden()
+
+    def stage(push: str, gradient: Any, **more: Any) -> None:
+        query = {"push": push, "part": 1, "parts": 3, **more}
+        http.post("/v1/buffers/accumulate", params=query, json=gradient)
+
+    stage(EVIL_ID, {"a": 1, "b": [1, 2]}, weight=0.5, epoch=0, contributor="ann")
+    expect(line).to_have_text("Staged: 1 push in parts, 12 B")
+    stage("wrong", {"a": [1, 2, 3]})
+    expect(line).to_have_text("Staged: 2 pushes in parts, 12 B")
+    line.click()
+    rows = page.locator(".staged tbody tr")
+    expires = http.get("/v1/pushes").json()["pushes"][0]["expires_at"]
+    wanted = [EVIL_ID, "1 of 3", "2", "12 B", "0.5", "0", "ann", client.time(expires), ""]
+    assert rows.first.locator("td").all_text_contents() == wanted
+    expect(rows.nth(1).locator("td").last).to_have_text("shape_mismatch")
+    for push in (EVIL_ID, "wrong"):
+        http.delete("/v1/pushes", params={"push": push}).raise_for_status()
+    expect(line).to_be_hidden()
+    assert page.title() != "hacked"
 
 
 def test_values_that_are_not_finite_are_red_and_said(open_page: Open, server: str, http: httpx.Client) -> None:

@@ -7,6 +7,7 @@ import { Known } from "./known.js";
 import { isLate } from "./progress.js";
 import { repeat } from "./repeat.js";
 import { lesson } from "./lesson.js";
+import { Staged } from "./staged.js";
 import { rowsOf } from "./tree.js";
 import * as words from "./words.js";
 
@@ -87,6 +88,7 @@ class Buffers {
       moved: () => this.soon(),
     });
     this.none = h("p", { class: "none muted", hidden: true });
+    this.staged = new Staged();
     this.tools = h(
       "div",
       { class: "tools" },
@@ -150,6 +152,7 @@ class Buffers {
     if (first && left !== null) this.grid.returnTo(left);
     left = null;
     this.ask();
+    await this.staged.read(this.api, this.signal);
   }
 
   /** Count the adds since the last reading, as `gradserve-client watch` counts them. */
@@ -192,7 +195,8 @@ class Buffers {
       if (!this.main.querySelector(".lesson")) put(this.main, lesson(this.caller));
       return;
     }
-    if (!this.grid.element.isConnected) put(this.main, this.tools, this.grid.element, this.none);
+    if (!this.grid.element.isConnected)
+      put(this.main, this.tools, this.staged.element, this.grid.element, this.none);
     const wanted = this.search.toLowerCase();
     const infos = wanted ? this.infos.filter((info) => info.name.toLowerCase().includes(wanted)) : this.infos;
     const column = this.columns.find((each) => each.id === this.sort);

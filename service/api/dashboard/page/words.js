@@ -94,8 +94,8 @@ export function share(part, whole) {
 }
 
 /** Return a number with its noun: 1 buffer, 3 buffers. */
-export function many(number, noun) {
-  return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+export function many(number, noun, nouns = `${noun}s`) {
+  return `${number.toLocaleString("en")} ${number === 1 ? noun : nouns}`;
 }
 
 /** Return the fields of a buffer's metadata as pairs of a name and a text. */
