@@ -213,6 +213,13 @@ def test_other_trees_and_other_weights_are_refused(server: Client, run: str) -> 
     GradientAccumulator(model(jnp), server, run=run)
 
 
+def test_another_shape_of_as_many_numbers_is_refused(server: Client, run: str) -> None:
+    """Also if its rows are larger than a request, so that the buffers are the same."""
+    GradientAccumulator(np.zeros((2, 100)), server, run=run, request_bytes=400)
+    with pytest.raises(Conflict, match="shapes or dtypes differ"):
+        GradientAccumulator(np.zeros((4, 50)).reshape(1, 200), server, run=run, request_bytes=400)
+
+
 # ----- how gradients travel -----
 
 

@@ -238,6 +238,12 @@ def test_mistaken_gradients_are_refused(server: Client, run: str, gradients: Any
     assert server.buffers[f"{run}.w"].info().count == 0
 
 
+def test_a_push_inside_a_compiled_function_is_refused(server: Client, run: str) -> None:
+    worker = GradientAccumulator(jnp.zeros(2), server, run=run)
+    with pytest.raises(InvalidInput, match="'array' cannot be read as an array.*traced array"):
+        jax.jit(worker.push)(jnp.ones(2))
+
+
 def test_real_gradients_of_complex_arrays_are_refused(server: Client, run: str) -> None:
     worker = GradientAccumulator(np.zeros(2, np.complex64), server, run=run)
     with pytest.raises(InvalidInput, match="'array' is float32, but the array is complex64"):

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from gradserve_client import Client, ConnectionFailed, EpochOpen, InvalidInput, KeyReused, StaleEpoch, TooLarge
+from gradserve_client import (
+    Client,
+    Conflict,
+    ConnectionFailed,
+    EpochOpen,
+    InvalidInput,
+    KeyReused,
+    StaleEpoch,
+    TooLarge,
+)
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.torch.training import Watched, assert_close, fill_with, grads
@@ -305,3 +314,10 @@ def test_requests_of_any_size(server: Client, run: str, size: int) -> None:
 def test_request_bytes_that_cannot_be(server: Client, run: str, size: Any) -> None:
     with pytest.raises(InvalidInput, match="request_bytes"):
         accumulator(wide(), server, run, request_bytes=size)
+
+
+def test_another_shape_of_as_many_numbers_is_refused(server: Client, run: str) -> None:
+    """Also if its rows are larger than a request, so that the buffers are the same."""
+    accumulator(torch.nn.ParameterList([torch.zeros(2, 100)]), server, run, request_bytes=200)
+    with pytest.raises(Conflict, match="shapes or dtypes differ"):
+        accumulator(torch.nn.ParameterList([torch.zeros(1, 200)]), server, run, request_bytes=200)

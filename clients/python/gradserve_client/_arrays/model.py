@@ -48,7 +48,7 @@ class Model:
 
     def form(self) -> str:
         """Return what the trees of all workers have alike."""
-        return repr(([(leaf.name, leaf.dtype.name) for leaf in self._leaves.values()], self.parts))
+        return repr(([(leaf.name, leaf.shape, leaf.dtype.name) for leaf in self._leaves.values()], self.parts))
 
     def weights(self) -> str:
         """Return a hash of the arrays as they were when the accumulator was made."""

@@ -40,9 +40,9 @@ class Model:
 
     def form(self) -> str:
         """Return what the models of all workers have alike."""
-        dtypes = [str(one.parameter.dtype) for one in self._trained.values()]
+        own = [(one.name, one.shape, str(one.parameter.dtype)) for one in self._trained.values()]
         others = [described(some) for some in (self._frozen(), kept_buffers(self._model))]
-        return repr(([one.name for one in self._trained.values()], dtypes, self.parts, others))
+        return repr((own, self.parts, others))
 
     def weights(self) -> str:
         """Return a hash of the trained parameters. All ranks of a DTensor call this, and the next two."""
