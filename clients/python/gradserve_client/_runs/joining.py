@@ -32,8 +32,8 @@ class Joining:
         """Raise `Conflict` if what the worker sends in this epoch may come from other weights than the run's."""
         if not self._has_weights:
             raise Conflict(
-                f"This run is in epoch {epoch}, and this worker has other weights: call load_state_dict() with the"
-                " worker's last state, or broadcast_parameters(send=False) while another worker sends, or give"
+                f"This run is in epoch {epoch}, and this worker has not got its weights: call load_state_dict() with"
+                " the worker's last state, or broadcast_parameters(send=False) while another worker sends, or give"
                 f" start='any' if its weights are right; {new_run(self._prefix)}"
             )
         if self._must_compare:
