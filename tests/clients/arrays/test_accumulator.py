@@ -100,6 +100,19 @@ def test_workers_get_the_same_bits(one_or_three: Client, run: str, library: Any)
     assert workers[0].pulled.contributors == {"rank0": 2, "rank1": 2}
 
 
+def test_workers_that_torchrun_has_started(server: Client, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    workers = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        workers.append(GradientAccumulator.from_env({"w": np.zeros(1)}, server, run=run))
+        workers[rank].push({"w": np.full(1, float(rank))})
+    for worker in workers:
+        assert worker.pull()["w"].tolist() == [0.5]
+        assert worker.pulled is not None
+        assert worker.pulled.contributors == {"rank0": 1, "rank1": 1}
+
+
 def test_workers_that_are_late_missing_or_too_eager(server: Client, run: str) -> None:
     names = ["rank0", "rank1"]
     fast, slow = [
