@@ -97,7 +97,7 @@ def main() -> None:
                 target=TARGETS[name],
             )
             row(
-                f"the same by AsyncClient, {name}, ms",
+                f"ReluGrad by AsyncClient, {name}, ms",
                 b"".join(encode({"dY": g, "X": g})),
                 "/v1/ops/ReluGrad",
                 lambda g=g: loop.run_until_complete(asynchronous.ops.relu_grad(g, g)),  # type: ignore[misc]
@@ -111,6 +111,14 @@ def main() -> None:
                 lambda g=g, buffer=buffer: buffer.accumulate(g),  # type: ignore[misc]
                 keyed=True,
                 target=TARGETS[name],
+            )
+            row(
+                f"accumulate by AsyncClient, {name}, ms",
+                b"".join(encode({"gradient": g})),
+                f"/v1/buffers/{buffer.name}/accumulate",
+                lambda g=g, to=asynchronous.buffers[buffer.name]: loop.run_until_complete(to.accumulate(g)),  # type: ignore[misc]
+                keyed=True,
+                target=None,
             )
             if not np.array_equal(buffer.value(), g * np.float32(buffer.info().count)):
                 sys.exit(f"the sum in {buffer.name} is wrong")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import anyio
 import httpx
 import numpy as np
 import pytest
@@ -161,12 +162,12 @@ def test_unexpected_outputs_are_reported(kind: str) -> None:
                 server.ops.broadcast_gradient_args([1], [1])
 
 
-def test_an_answer_that_ends_early_is_reported_with_its_bytes() -> None:
+def test_an_answer_that_ends_early_is_reported_with_its_bytes(kind: str) -> None:
     def talk(connection: socket.socket, request: bytes) -> None:
         connection.sendall(READY[:-4])
         connection.shutdown(socket.SHUT_RDWR)
 
-    with Talker(talk) as talker, connected("sync", talker.url, max_retries=0) as server:
+    with Talker(talk) as talker, connected(kind, talker.url, max_retries=0) as server:
         with pytest.raises(ConnectionFailed, match="after 13 of 17 bytes"):
             server.operators()
 
@@ -409,34 +410,40 @@ def test_https(kind: str, certificate: tuple[Path, Path], monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def connections(monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
-    """The connections that the synchronous client has made."""
-    made: list[socket.socket] = []
-    connect = socket.create_connection
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The connections that either client has made."""
+    made: list[Any] = []
+    connect, connect_async = socket.create_connection, anyio.connect_tcp
 
     def recorded(*arguments: Any) -> socket.socket:
-        made.append(connect(*arguments))
+        sock: socket.socket = connect(*arguments)
+        made.append(sock)
+        return sock
+
+    async def recorded_async(*arguments: Any, **named: Any) -> Any:
+        made.append(await connect_async(*arguments, **named))
         return made[-1]
 
     monkeypatch.setattr(socket, "create_connection", recorded)
+    monkeypatch.setattr(anyio, "connect_tcp", recorded_async)
     return made
 
 
 @pytest.mark.parametrize("secure", [False, True])
 def test_a_connection_is_used_again(
-    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, connections: list[socket.socket], secure: bool
+    kind: str, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, connections: list[Any], secure: bool
 ) -> None:
     made, key = certificate
     monkeypatch.setenv("SSL_CERT_FILE", str(made))
     with serving(**({"tls_certificate": made, "tls_key": key} if secure else {})) as url:
         connections.clear()
-        with Client(url.replace("http://", "https://") if secure else url) as server:
+        with connected(kind, url.replace("http://", "https://") if secure else url) as server:
             for _ in range(4):
                 server.ops.relu_grad([1], [1])
         assert len(connections) == 1
 
 
-def test_connections_are_closed_with_their_transport(url: str, connections: list[socket.socket]) -> None:
+def test_connections_are_closed_with_their_transport(url: str, connections: list[Any]) -> None:
     transport = Transport(parsed(url))
     limits = {"connect": 10.0, "read": 10.0}
     request = httpx.Request("GET", f"{url}/v1/ops", extensions={"timeout": limits})
@@ -448,9 +455,24 @@ def test_connections_are_closed_with_their_transport(url: str, connections: list
     assert [sock.fileno() == -1 for sock in connections] == [True, True]
 
 
-def test_an_answer_with_more_bytes_than_it_announces_ends_its_connection(connections: list[socket.socket]) -> None:
-    with Talker(lambda connection, request: connection.sendall(READY + b"HTTP/1.1 500")) as talker:
-        with connected("sync", talker.url, max_retries=0) as server:
+@pytest.mark.parametrize("more", [b"HTTP/1.1 500", bytes(1 << 19)], ids=["a few", "many"])
+def test_an_answer_with_more_bytes_than_it_announces_ends_its_connection(
+    kind: str, connections: list[Any], more: bytes
+) -> None:
+    with Talker(lambda connection, request: connection.sendall(READY + more)) as talker:
+        with connected(kind, talker.url, max_retries=0) as server:
             for _ in range(3):
                 assert server.operators() == []
         assert len(connections) == 3
+
+
+def test_a_connection_that_the_server_has_closed_is_not_used(kind: str, connections: list[Any]) -> None:
+    def talk(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(READY)
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with Talker(talk) as talker, connected(kind, talker.url, max_retries=0) as server:
+        for _ in range(3):
+            assert server.operators() == []
+            time.sleep(0.05)  # until the end of the connection has come
+    assert len(connections) == 3

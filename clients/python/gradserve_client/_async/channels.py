@@ -10,18 +10,18 @@ import anyio
 import httpx
 
 from gradserve_client._async.runner import AsyncChannel
+from gradserve_client._async.transport import AsyncCalls, AsyncTransport
 from gradserve_client._http.channels import joined, through
 from gradserve_client._http.outcomes import Answer
 from gradserve_client._http.requests import Requests
-from gradserve_client._http.transport import MOST_IDLE, WIDE
 
 
 def channel(requests: Requests, transport: httpx.AsyncBaseTransport | None) -> AsyncChannel:
     """Return the way to the server. Raises `InvalidInput`; see `_http.channels.channel`."""
     if transport is not None:
         return AsyncHttpxChannel(transport)
-    path = requests.address.socket
-    return through(AsyncPools, requests.proxy(), uds=path, socket_options=[WIDE] if path else None)
+    proxy = requests.proxy()
+    return AsyncTransport(requests.address) if proxy is None else through(AsyncPools, proxy)
 
 
 class AsyncHttpxChannel:
@@ -54,8 +54,8 @@ class AsyncHttpxChannel:
         await self._transport.aclose()
 
 
-class AsyncPools:
-    """HTTP/1.1 over keep-alive connections, each in a pool of httpx's of its own.
+class AsyncPools(AsyncCalls[AsyncHttpxChannel]):
+    """HTTP/1.1 through a proxy over keep-alive connections, each in a pool of httpx's of its own.
 
     In a shared pool, a call that is cancelled between making its connection and using it would leave the connection
     open for ever (https://github.com/encode/httpcore/issues/1093). Here the call closes it together with its pool.
@@ -63,35 +63,20 @@ class AsyncPools:
 
     def __init__(self, **settings: Any) -> None:
         """Take the settings of `httpx.AsyncHTTPTransport`. Raises its errors."""
+        super().__init__()
         self._make = partial(httpx.AsyncHTTPTransport, verify=httpx.create_ssl_context(), **settings)
-        self._idle = [AsyncHttpxChannel(self._make())]
-        self._calls: set[anyio.CancelScope] = set()
-        self._is_closed = False
+        self._idle.append(AsyncHttpxChannel(self._make()))
 
-    async def send(self, request: httpx.Request, until: float) -> Answer:
-        """Send the request and read the answer; see `AsyncChannel`."""
+    async def _exchange(self, request: httpx.Request, until: float) -> Answer:
         pool = self._idle.pop() if self._idle else AsyncHttpxChannel(self._make())
-        with anyio.CancelScope() as call:
-            self._calls.add(call)
-            try:
-                answer = await pool.send(request, until)
-            except BaseException:
-                with anyio.CancelScope(shield=True):
-                    await pool.close()
-                raise
-            finally:
-                self._calls.discard(call)
-            if self._is_closed or len(self._idle) >= MOST_IDLE:
-                await pool.close()
-            else:
-                self._idle.append(pool)
-            return answer
-        raise httpx.ReadError("the client was closed during the call")
+        try:
+            answer = await pool.send(request, until)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._end(pool)
+            raise
+        await self._keep(pool)
+        return answer
 
-    async def close(self) -> None:
-        """Close the connections, and end the calls that use them."""
-        self._is_closed = True
-        for call in self._calls:
-            call.cancel()
-        while self._idle:
-            await self._idle.pop().close()
+    async def _end(self, connection: AsyncHttpxChannel) -> None:
+        await connection.close()

@@ -36,7 +36,8 @@ MOST_IDLE = 16
 WIDE = socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20
 """The option that lets a UNIX socket hold 1 MB of a request: client and server take turns less often."""
 
-_PORTS = {"http": 80, "https": 443}
+PORTS = {"http": 80, "https": 443}
+"""The ports of schemes, by default."""
 
 
 class Transport:
@@ -47,7 +48,7 @@ class Transport:
 
     def __init__(self, address: Address) -> None:
         url = address.url
-        self._host, self._port, self._path = url.host, url.port or _PORTS[url.scheme], address.socket
+        self._host, self._port, self._path = url.host, url.port or PORTS[url.scheme], address.socket
         self._is_secure = url.scheme == "https"
         self._context: ssl.SSLContext | None = None
         self._idle: list[socket.socket] = []
@@ -82,7 +83,7 @@ class Transport:
             answer = wire.receive()
         except BaseException as error:
             sock.close()
-            _raise_as_httpx(error)
+            raise_as_httpx(error)
         if wire.is_reusable:
             self._keep(sock)
         else:
@@ -99,13 +100,13 @@ class Transport:
                 if not self._idle:
                     return None
                 sock = self._idle.pop()
-            if not _has_ended(sock):
+            if not has_ended(sock):
                 return sock
             sock.close()
 
     def _connect(self, seconds: float) -> socket.socket:
         if self._is_secure and self._context is None:
-            self._context = _ssl_context()
+            self._context = ssl_context()
         address = self._path or f"{self._host}:{self._port}"
         try:
             if self._path is not None:
@@ -142,7 +143,7 @@ def _connect_unix(path: str, seconds: float) -> socket.socket:
     return sock
 
 
-def _has_ended(sock: socket.socket) -> bool:
+def has_ended(sock: socket.socket) -> bool:
     """Whether the server has closed an idle connection."""
     try:
         poll = select.poll()
@@ -152,7 +153,8 @@ def _has_ended(sock: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _ssl_context() -> ssl.SSLContext:
+def ssl_context() -> ssl.SSLContext:
+    """Return what checks the certificates of servers. Raises `httpx.LocalProtocolError`."""
     try:
         return httpx.create_ssl_context()
     except OSError as error:
@@ -161,7 +163,7 @@ def _ssl_context() -> ssl.SSLContext:
         ) from error
 
 
-def _raise_as_httpx(error: BaseException) -> NoReturn:
+def raise_as_httpx(error: BaseException) -> NoReturn:
     """Raise the error as a transport of httpx would."""
     if isinstance(error, TimeoutError):
         raise httpx.ReadTimeout("the server is silent") from error

@@ -20,7 +20,39 @@ LONGEST_HEAD_BYTES = 1 << 16
 """Bytes of an answer's head at most. Servers and proxies send a few hundred."""
 
 
-class Wire:
+class Exchange:
+    """One request and its answer, within time limits, on a connection that a subclass reads and writes."""
+
+    def __init__(self, silence: float, until: float) -> None:
+        self._silence, self._until = silence, until
+        self._http = h11.Connection(h11.CLIENT, LONGEST_HEAD_BYTES)
+        self._is_ended = False
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether the connection can take another request after this one."""
+        return self._http.our_state is h11.DONE and not self._is_ended and not self._http.trailing_data[0]
+
+    def _head(self, request: httpx.Request, more: list[tuple[bytes, bytes]]) -> bytes:
+        headers = [*request.headers.raw, *more]
+        head = self._http.send(h11.Request(method=request.method, target=request.url.raw_path, headers=headers))
+        assert head is not None
+        return head
+
+    def _count_body(self, size: int) -> None:
+        """Tell h11 the size of the body that was sent, as h11 recommends for sendfile."""
+        self._http.send_with_data_passthrough(h11.Data(data=_Sent(size)))  # type: ignore[arg-type]  # has a length
+        self._http.send(h11.EndOfMessage())
+
+    def _rest(self, silence: float) -> float:
+        """Return the seconds that the next wait may take. Raises `TimeoutError` if there are none."""
+        rest = self._until - time.monotonic()
+        if rest <= 0:
+            raise TimeoutError
+        return min(rest, silence)
+
+
+class Wire(Exchange):
     """Sends one request on a socket and reads its answer, within time limits.
 
     `silence` bounds each wait for the socket, in seconds. `until` bounds all of them, by `time.monotonic`.
@@ -29,21 +61,15 @@ class Wire:
     """
 
     def __init__(self, sock: socket.socket, silence: float, until: float) -> None:
-        self._sock, self._silence, self._until = sock, silence, until
-        self._http = h11.Connection(h11.CLIENT, LONGEST_HEAD_BYTES)
+        super().__init__(silence, until)
+        self._sock = sock
         self._early: h11.Response | None = None
-        self._is_ended = False
-
-    @property
-    def is_reusable(self) -> bool:
-        """Whether the socket can take another request after this one."""
-        return self._http.our_state is h11.DONE and not self._is_ended and not self._http.trailing_data[0]
 
     def send(self, request: httpx.Request) -> None:
         """Send the head and the body."""
         head = self._head(request, [])
-        if (size := _size(request)) <= JOINED_BYTES:
-            self._write(b"".join([head, *_pieces(request)]))
+        if (size := size_of(request)) <= JOINED_BYTES:
+            self._write(b"".join([head, *pieces_of(request)]))
             self._count_body(size)
         else:
             self._write(head)
@@ -76,24 +102,13 @@ class Wire:
         headers = httpx.Headers(list(response.headers))
         return Answer(response.status_code, headers, self._read_body(headers))
 
-    def _head(self, request: httpx.Request, more: list[tuple[bytes, bytes]]) -> bytes:
-        headers = [*request.headers.raw, *more]
-        head = self._http.send(h11.Request(method=request.method, target=request.url.raw_path, headers=headers))
-        assert head is not None
-        return head
-
     def _write_body(self, request: httpx.Request) -> None:
         try:
-            for piece in _pieces(request):
+            for piece in pieces_of(request):
                 self._write(piece)
         except (BrokenPipeError, ConnectionResetError):
             return  # the server did not want the rest; its answer may say why
-        self._count_body(_size(request))
-
-    def _count_body(self, size: int) -> None:
-        """Tell h11 the size of the body that was sent, as h11 recommends for sendfile."""
-        self._http.send_with_data_passthrough(h11.Data(data=_Sent(size)))  # type: ignore[arg-type]  # has a length
-        self._http.send(h11.EndOfMessage())
+        self._count_body(size_of(request))
 
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)
@@ -138,10 +153,7 @@ class Wire:
 
     def _limit_next(self, silence: float) -> None:
         """Limit the next operation on the socket."""
-        rest = self._until - time.monotonic()
-        if rest <= 0:
-            raise TimeoutError
-        self._sock.settimeout(min(rest, silence))
+        self._sock.settimeout(self._rest(silence))
 
 
 class _Sent:
@@ -154,10 +166,12 @@ class _Sent:
         return self._size
 
 
-def _size(request: httpx.Request) -> int:
+def size_of(request: httpx.Request) -> int:
+    """Return the bytes of a request's body."""
     return int(request.headers.get("content-length", 0))
 
 
-def _pieces(request: httpx.Request) -> httpx.SyncByteStream:
+def pieces_of(request: httpx.Request) -> httpx.SyncByteStream:
+    """Return a request's body."""
     assert isinstance(request.stream, httpx.SyncByteStream)
     return request.stream
