@@ -147,7 +147,7 @@ def test_the_error_names_the_setting(setting: str, tmp_path: Path) -> None:
 
 
 def test_every_limit_has_a_case() -> None:
-    assert {*CASES, "idempotency_seconds"} == set(SETTINGS)  # no request can exceed idempotency_seconds
+    assert {*CASES, "idempotency_seconds", "push_seconds"} == set(SETTINGS)  # no request can exceed these two
 
 
 def test_limits_are_listed_and_described(http: httpx.Client) -> None:

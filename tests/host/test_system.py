@@ -79,7 +79,7 @@ def synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_server_serves_without_linux(synced: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    with Server(store, workers=2) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with Server(store, workers=2, fork=False) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         assert client.put("/v1/buffers/a", json={"shape": [SIZE]}).status_code == 201
         before = synced.read_text()
         assert client.post("/v1/buffers/a/accumulate", json={"gradient": 1.5}).status_code == 200
