@@ -232,6 +232,10 @@ class StoreFull(GradserveError, status=507, code="store_full"):
     """Buffer store is full."""
 
 
+class PushesFull(StoreFull, code="pushes_full"):
+    """Namespace has staged too much."""
+
+
 class KeysFull(StoreFull, code="keys_full"):
     """Namespace remembers too many Idempotency-Keys."""
 

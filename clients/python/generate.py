@@ -235,7 +235,7 @@ AWAITED = [
     (r"def __(enter|exit)__", r"async def __a\1__"),
     (
         r"\b(self\.(_runner\.(run|close)|_channel\.(send|close)|_send|close)"
-        r"|shard\.(run|list|close)|super\(\)\.run|runner\.run|together|(?<!def )(added|staged|learn_limits))\(",
+        r"|shard\.(run|list|close)|super\(\)\.run|runner\.run|together|(?<!def )(added|pushed|staged|learn_limits))\(",
         r"await \1(",
     ),
     (r"\btime\.sleep\(", "await anyio.sleep("),

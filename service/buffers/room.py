@@ -8,7 +8,7 @@ from service.buffers.changes import Add, Create, Delete
 from service.buffers.perform import Outcome, Request
 from service.buffers.restore import Restore
 from service.buffers.rules import SetRules
-from service.errors import KeysFull, StoreFull
+from service.errors import KeysFull, PushesFull, StoreFull
 
 KEYS_PART = 4
 """Keys of a namespace take at most this part of the store, a quarter: one namespace never fills it for all."""
@@ -37,10 +37,10 @@ def check_keys(namespace_bytes: int, max_bytes: int) -> None:
 
 
 def check_staged(namespace_bytes: int, max_bytes: int) -> None:
-    """Raise `StoreFull` if the pushes that a namespace has not completed would take more than their share."""
+    """Raise `PushesFull` if the pushes that a namespace has not completed would take more than their share."""
     share = max_bytes // STAGED_PART
     if namespace_bytes > share:
-        raise StoreFull(
+        raise PushesFull(
             f"The incomplete pushes of this namespace would take {namespace_bytes} bytes, but may take {share}, a"
             " quarter of GRADSERVE_STORE_BYTES; nothing was changed. Complete a push, or wait until the oldest are"
             " forgotten (GRADSERVE_PUSH_SECONDS); GET /v1/pushes lists them",

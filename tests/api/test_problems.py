@@ -201,7 +201,7 @@ def test_every_error_code_has_a_test() -> None:
         "test_admission.py": "too_many_tensors busy expired",
         "test_limits.py": "too_many_buffers",
         "test_auth.py": "unauthorized forbidden",
-        "test_room.py": "keys_full",
+        "test_room.py": "keys_full pushes_full",
         "test_idempotency.py": "idempotency_key_reused",
         "../faults/test_damage.py": "buffer_corrupt",
         "test_shared_memory.py": "unknown_region region_exists region_unusable too_many_regions",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -100,3 +101,20 @@ def test_keys_forget_without_a_server(store: str, age: str) -> None:
     with serving(store=store) as url, httpx.Client(base_url=url) as client:
         assert ("idempotency-replayed" in add(client, "a", "k").headers) == (age == "1h")
     assert called("doctor", "--store", store)[0] == 0
+
+
+def test_the_staged_parts_of_a_namespace_do_not_fill_the_store(clients: tuple[httpx.Client, httpx.Client]) -> None:
+    greedy, modest = clients
+    size = STORE_BYTES // 4 // 10  # elements: two of three buffers fit into the share
+
+    def stage(client: httpx.Client, push: str, name: str) -> httpx.Response:
+        client.put(f"/v1/buffers/{name}", json={"shape": [size]})
+        query: dict[str, Any] = {"push": push, "part": 1, "parts": 2}
+        return client.post("/v1/buffers/accumulate", params=query, json={name: [1] * size})
+
+    assert [stage(greedy, name, name).status_code for name in ("x", "y")] == [202, 202]
+    problem = assert_problem(stage(greedy, "z", "z"), 507, "pushes_full", "nothing was changed", "GET /v1/pushes")
+    assert (problem["title"], problem["limit"]) == ("Namespace has staged too much", STORE_BYTES // 4)
+    assert stage(modest, "x", "x").status_code == 202
+    assert greedy.delete("/v1/pushes", params={"push": "x"}).json()["forgotten"] == [1]
+    assert stage(greedy, "z", "z").status_code == 202

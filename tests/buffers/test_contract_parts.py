@@ -24,9 +24,9 @@ from service.errors import (
     MissingTensor,
     NonfiniteGradient,
     NormTooLarge,
+    PushesFull,
     ShapeMismatch,
     StaleEpoch,
-    StoreFull,
     UnknownBuffer,
 )
 from tests.buffers.calls import LARGE, PUSH_SECONDS, add, create, do, ones, part, state, told, value
@@ -343,7 +343,7 @@ def test_staged_gradients_have_a_share_of_the_store(store: Store) -> None:
     create(store, *"abcde", shape=(quarter // 16,))
     for number, name in enumerate("abcd"):
         part(store, number, {name: ones(quarter // 16)}, parts=6, request=name)
-    with pytest.raises(StoreFull, match="incomplete pushes"):
+    with pytest.raises(PushesFull, match="incomplete pushes"):
         part(store, 4, {"e": ones(quarter // 16)}, parts=6, request="e")
     part(store, 4, {"e": 0}, parts=6)
     assert set(part(store, 5, {}, parts=6).receipts) == set("abcde")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,6 +13,8 @@ import numpy as np
 import pytest
 from gradserve_client import ConnectionFailed, InvalidInput, KeyReused, NotFound, Rows, StaleEpoch, StoreFull, TooLarge
 from gradserve_client._wire import pushes
+from gradserve_client._wire.tensors import MEDIA_TYPE
+from safetensors.numpy import save
 
 from tests.clients.both import connected
 from tests.clients.conftest import delete_all
@@ -171,10 +175,41 @@ def test_an_add_without_room_leaves_no_parts(server: Any) -> None:
     """The servers let a namespace stage 16 MiB: a quarter of their stores."""
     names = [f"more{number}" for number in range(96)]
     server.buffers.create_many({name: {"shape": LENGTH} for name in names})
-    with pytest.raises(StoreFull, match="incomplete pushes"):
+    with pytest.raises(StoreFull, match="incomplete pushes") as caught:
         server.buffers.accumulate({name: np.ones(LENGTH, np.float32) for name in names})
+    assert caught.value.code == "pushes_full"
     assert server.buffers.pushes() == []
     server.buffers.accumulate(gradients())
+
+
+def test_a_push_waits_for_the_room_of_others(
+    small_urls: list[str], kind: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of three pushes takes more than half of what a namespace may stage. A fourth has broken off."""
+    monkeypatch.setattr(pushes, "PAUSES", (0.02, 0.1))
+    names = [f"large{number}" for number in range(14)]
+    with spread(kind, small_urls[:1]) as server:
+        server.buffers.create_many({name: {"shape": LENGTH} for name in names})
+        with httpx.Client(base_url=small_urls[0]) as client:
+            for number, name in enumerate(names):
+                body = save({name: np.ones(LENGTH, np.float32)})
+                query: dict[str, Any] = {"push": key, "part": number, "parts": 99}
+                head = {"Content-Type": MEDIA_TYPE}
+                client.post("/v1/buffers/accumulate", params=query, headers=head, content=body).raise_for_status()
+
+        def add(_: int) -> int:
+            return sum(one.count > 0 for one in server.buffers.accumulate(large).values())
+
+        large = {name: np.ones(LENGTH, np.float32) for name in names}
+        with connected(kind, small_urls[0], timeout=0.3) as hasty, pytest.raises(StoreFull) as caught:
+            hasty.buffers.accumulate(large)
+        assert (caught.value.code, caught.value.maybe_done) == ("pushes_full", False)
+        with ThreadPoolExecutor(3) as threads:
+            adding = threads.map(add, range(3))
+            time.sleep(0.3)
+            assert server.buffers.forget_push(key)
+            assert [*adding] == [14] * 3
+        assert {server.buffers[name].value()[0] for name in names} == {3.0}
 
 
 def test_a_push_that_broke_off_counts_with_what_comes_next(small_urls: list[str], kind: str, key: str) -> None:

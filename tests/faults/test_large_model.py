@@ -28,7 +28,7 @@ def test_a_large_model_within_the_servers_memory(tmp_path: Path) -> None:
     total = int(os.environ.get("GRADSERVE_LARGE_MB", "2048")) << 20 if LONG else 128 << 20
     request = 64 << 20 if LONG else 4 << 20
     in_flight = 8 * request
-    with Server(tmp_path / "store", max_bytes_in_flight=in_flight, store_bytes=4 * total) as process:
+    with Server(tmp_path / "store", max_bytes_in_flight=in_flight, store_bytes=5 * total) as process:
         most = 0
 
         class Watching(httpx.HTTPTransport):

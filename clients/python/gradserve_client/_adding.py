@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -14,16 +16,18 @@ from gradserve_client._wire.pushes import (
     Push,
     Receipts,
     errors_in,
+    finds_room_later,
     forget,
     is_begun,
     is_known,
     is_refused,
     is_small,
     is_spent,
+    pause,
     pushes,
     taken_over,
 )
-from gradserve_client.errors import GradserveError, KeyReused
+from gradserve_client.errors import GradserveError, KeyReused, StoreFull
 
 ATTEMPTS = 3
 """How often a push begins at most, if another client sends other gradients with its key."""
@@ -44,6 +48,20 @@ def added(runner: Runner, call: Call[Receipts], most: int | None = None) -> Rece
     if not made:
         return runner.run(call)
     sent = [(shard, push) for (shard, _), push in zip(routes, made, strict=True)]
+    rest = max(shard.patience for shard, _ in sent)
+    while True:
+        try:
+            return pushed(call, sent)
+        except StoreFull as error:
+            if rest <= 0 or not finds_room_later(error, made):
+                raise
+        seconds = min(pause(), rest)
+        rest -= seconds
+        time.sleep(seconds)
+
+
+def pushed(call: Call[Receipts], sent: Sequence[tuple[Runner, Push]]) -> Receipts:
+    """Send a push to each of these servers, and return the receipts. Raises `GradserveError`."""
     begun = together([partial(staged, *each) for each in sent])
     if is_known(begun) and not any(one is True or is_spent(one) for one in begun):  # so no server has the push
         begun = together([partial(staged_anew, *each, before) for each, before in zip(sent, begun, strict=True)])

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+
+import anyio
 
 from gradserve_client._async.parallel import together
 from gradserve_client._async.runner import AsyncRunner
@@ -15,16 +18,18 @@ from gradserve_client._wire.pushes import (
     Push,
     Receipts,
     errors_in,
+    finds_room_later,
     forget,
     is_begun,
     is_known,
     is_refused,
     is_small,
     is_spent,
+    pause,
     pushes,
     taken_over,
 )
-from gradserve_client.errors import GradserveError, KeyReused
+from gradserve_client.errors import GradserveError, KeyReused, StoreFull
 
 ATTEMPTS = 3
 """How often a push begins at most, if another client sends other gradients with its key."""
@@ -45,6 +50,20 @@ async def added(runner: AsyncRunner, call: Call[Receipts], most: int | None = No
     if not made:
         return await runner.run(call)
     sent = [(shard, push) for (shard, _), push in zip(routes, made, strict=True)]
+    rest = max(shard.patience for shard, _ in sent)
+    while True:
+        try:
+            return await pushed(call, sent)
+        except StoreFull as error:
+            if rest <= 0 or not finds_room_later(error, made):
+                raise
+        seconds = min(pause(), rest)
+        rest -= seconds
+        await anyio.sleep(seconds)
+
+
+async def pushed(call: Call[Receipts], sent: Sequence[tuple[AsyncRunner, Push]]) -> Receipts:
+    """Send a push to each of these servers, and return the receipts. Raises `GradserveError`."""
     begun = await together([partial(staged, *each) for each in sent])
     if is_known(begun) and not any(one is True or is_spent(one) for one in begun):  # so no server has the push
         begun = await together([partial(staged_anew, *each, before) for each, before in zip(sent, begun, strict=True)])

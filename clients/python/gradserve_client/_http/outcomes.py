@@ -30,7 +30,7 @@ REQUEST_ID = "x-request-id"
 _RETRYABLE = frozenset({408, 429, 502, 503, 504})
 """Statuses after which the same request may succeed."""
 
-_UNCHANGED = frozenset({"expired", "keys_full", "store_full"})
+_UNCHANGED = frozenset({"expired", "keys_full", "pushes_full", "store_full"})
 """Codes of server errors after which nothing has changed. After any other server error something may have changed."""
 
 _QUOTED_BYTES = 200

@@ -36,6 +36,11 @@ class Runner:
         """The limits of the server, once they are known."""
 
     @property
+    def patience(self) -> float:
+        """Seconds for which what may succeed later is tried again."""
+        return self._timeouts.timeout if self._timeouts.max_retries is None else 0.0
+
+    @property
     def shards(self) -> tuple[Runner, ...]:
         """The runners of the servers, one each."""
         return (self,)

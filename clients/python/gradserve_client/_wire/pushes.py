@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -30,6 +31,9 @@ PART_BYTES = 64 << 20
 PART_BUFFERS = 4096
 """Buffers in a part at most: the server allows 16384 tensors, and each costs it 20 us."""
 
+PAUSES = (0.5, 3.0)
+"""Seconds to wait for room, at least and at most: a large push takes seconds."""
+
 LISTED = 1000
 """Pushes that one request lists: the most that the server allows."""
 
@@ -41,6 +45,11 @@ class Push:
     id: str
     staging: Sequence[Call[Receipts | None]]
     last: Call[Receipts | None]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the parts."""
+        return sum(len(piece) for part in (*self.staging, self.last) for piece in part.body)
 
 
 def is_small(call: Call[Receipts]) -> bool:
@@ -154,6 +163,16 @@ def is_refused(errors: Sequence[Exception]) -> bool:
     """Whether a server takes the push neither now nor later, or has no room for it."""
     lasting = [one for one in errors if isinstance(one, StoreFull) or not isinstance(one, (*RETRYABLE, KeyReused))]
     return bool(lasting)
+
+
+def finds_room_later(error: StoreFull, made: Sequence[Push]) -> bool:
+    """Whether only the parts of other pushes leave no room for these pushes."""
+    return error.code == "pushes_full" and all(push.nbytes < error.context["limit"] for push in made)
+
+
+def pause() -> float:
+    """Return the seconds to wait for room: others wait for other times, so that not all come again together."""
+    return random.uniform(*PAUSES)
 
 
 def taken_over(push: Push) -> Conflict:
