@@ -313,3 +313,19 @@ def test_other_rules_are_refused_while_those_of_the_first_worker_hold(server: Cl
     for other in ({"quorum": 2}, {"quorum": 3, "min_count": 1}, {"quorum": 3, "contributors": NAMES}):
         with pytest.raises(Conflict, match="There is a buffer"):
             joined(net(), server, run, 1, deadline_seconds=5, **{"min_count": 2, **other})
+
+
+@pytest.mark.parametrize("start", ["same", "any"])
+def test_a_worker_that_leaves_means_out_lacks_the_runs_weights(server: Client, run: str, start: str) -> None:
+    (model, fast), (_, slow) = pair(server, run, quorum=1, start=start)
+    for _ in range(2):
+        step((model, fast))
+    assert slow.catch_up() == 2
+    if start == "any":
+        assert slow.push(weight=0).epoch == 2
+        return
+    with pytest.raises(Conflict, match="in epoch 2, and this worker has not got its weights"):
+        slow.push(weight=0)
+    fast.broadcast_parameters(send=True)
+    slow.broadcast_parameters(send=False)
+    assert slow.catch_up() == slow.push(weight=0).epoch == 2

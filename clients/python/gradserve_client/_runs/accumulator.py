@@ -213,12 +213,15 @@ class Accumulator(Generic[M, D]):
         """Go on in the epoch that the run is in, without the gradients of those before, and return it.
 
         A worker that only pushes calls this after `StaleEpoch`, when another has pulled. What it has pushed in the
-        running epoch still counts.
+        running epoch still counts. With a quorum or a deadline, a worker that leaves means out needs the run's weights
+        before its next push, as a worker that comes after epoch 0.
         """
         self._pushes.wait()
         epoch, _ = self._sums.position()
         if epoch > self.epoch:
             self._pushes.begin(epoch)
+            if self._sums.closes_itself:
+                self._joining.lags()
         return self.epoch
 
     def _broadcast_state(self, state: State, *, send: bool) -> None:

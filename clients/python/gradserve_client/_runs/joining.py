@@ -28,6 +28,10 @@ class Joining:
         """Note that the worker sends its parameters, or has received those of another."""
         self._has_weights, self._must_compare, self.is_new = True, False, False
 
+    def lags(self) -> None:
+        """Note that the worker has left epochs out."""
+        self._has_weights = self._cares
+
     def check(self, epoch: int) -> None:
         """Raise `Conflict` if what the worker sends in this epoch may come from other weights than the run's."""
         if not self._has_weights:
