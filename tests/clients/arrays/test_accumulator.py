@@ -203,7 +203,7 @@ def test_a_worker_that_comes_later_needs_the_weights_of_the_run(server: Client, 
     worker.pull()
     state = worker.state_dict()
     late = trainer(server, run)
-    with pytest.raises(Conflict, match="This run is in epoch 1, and this worker has other weights"):
+    with pytest.raises(Conflict, match="in epoch 1, and this worker has not got its weights"):
         late.push(gradient(model(), 4, 2))
     late.load_state_dict(state)
     assert late.push(gradient(model(), 4, 2)).count == 1
