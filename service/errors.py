@@ -294,10 +294,3 @@ def tree(root: type[GradserveError] = GradserveError) -> Iterator[type[Gradserve
     yield root
     for child in root.__subclasses__():
         yield from tree(child)
-
-
-def error_of(code: str, detail: str, context: Mapping[str, Any]) -> GradserveError:
-    """Return an error again from what was stored of it."""
-    error = GradserveError.__new__(next((each for each in tree() if each.code == code), GradserveError))
-    GradserveError.__init__(error, detail, **context)
-    return error

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from service.buffers.record import Key
-from service.errors import GradserveError, InvalidParameter, KeyReused, error_of, shown
+from service.errors import GradserveError, InvalidParameter, KeyReused, shown, tree
 
 MAX_PARTS = 1000
 """Parts of a push: 64 GB in the largest requests that a server takes by default."""
@@ -121,7 +121,7 @@ class Push:
     def check_not_refused(self) -> None:
         """Raise the error of the part that was refused, if one was."""
         if self.refusal is not None:
-            raise error_of(*self.refusal)
+            raise _error_of(*self.refusal)
 
     @property
     def numbers(self) -> list[int]:
@@ -152,3 +152,10 @@ class Push:
             "expires_at": self.until,
             "refused": None if self.refusal is None else self.refusal[0],
         }
+
+
+def _error_of(code: str, detail: str, context: Mapping[str, Any]) -> GradserveError:
+    """Return an error again from what was stored of it."""
+    error = GradserveError.__new__(next((each for each in tree() if each.code == code), GradserveError))
+    GradserveError.__init__(error, detail, **context)
+    return error
