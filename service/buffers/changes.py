@@ -250,7 +250,7 @@ class Take(Change):
         if record.count < self.min_count:
             raise TooFewGradients(
                 f"The count of {self.name!r} is {record.count} in epoch {record.epoch}, but min_count is"
-                f" {self.min_count}{described(record.missing or ())}",
+                f" {self.min_count}{described(record.missing)}",
                 **record.progress(),
                 min_count=self.min_count,
             )

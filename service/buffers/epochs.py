@@ -67,14 +67,16 @@ def check_contributor(name: str, parameter: str = "contributor") -> str:
     return name
 
 
-def described(missing: Sequence[str]) -> str:
-    """Return who is missing, as the end of a sentence; nothing if nobody is.
+def described(missing: Sequence[str] | None) -> str:
+    """Return which expected contributors are missing, as the end of a sentence. None: the buffer expects nobody.
 
     >>> described(["rank3", "rank7"]), described(["a", "b", "c", "d", "e"])
     ('; rank3 and rank7 are missing', '; a, b, c and 2 more are missing')
+    >>> described(None), described([])
+    ('', '; all expected contributors are in')
     """
     if not missing:
-        return ""
+        return "" if missing is None else "; all expected contributors are in"
     more = len(missing) - MOST_MISSING_NAMED
     *first, last = [*missing[:MOST_MISSING_NAMED], *([f"{more} more"] if more > 0 else [])]
     return f"; {', '.join(first)}{' and ' if first else ''}{last} {'is' if len(missing) == 1 else 'are'} missing"

@@ -136,7 +136,7 @@ class Record:
                 f"Epoch {epoch} of {self.name!r} has not closed: the buffer is in epoch {self.epoch},"
                 f" whose count is {self.count}{'' if spec.quorum is None else f' of {spec.quorum}'}"
                 f"{'' if spec.quorum_weight is None else f', and its weight {self.weight} of {spec.quorum_weight}'}"
-                f"{described(self.missing or ())}",
+                f"{described(self.missing)}",
                 **self.progress(),
             )
         for closed in self.closed:

@@ -55,6 +55,16 @@ def test_contributors_are_listed(store: Store) -> None:
     assert store.record("a").as_json()["missing"] == ["x", "y", "z"]
 
 
+def test_an_open_epoch_without_missing_contributors_says_so(store: Store) -> None:
+    """It waits for more gradients of those who are in, or of others."""
+    create(store, "a", quorum=3, contributors=("x", "y"), per_contributor=2)
+    for name in "xy":
+        add(store, "a", [1, 2], contributor=name)
+    with pytest.raises(errors.EpochOpen, match="count is 2 of 3; all expected contributors are in$") as caught:
+        store.read(["a"], 0)
+    assert caught.value.context["missing"] == []
+
+
 def test_too_few_gradients_names_the_missing(store: Store) -> None:
     create(store, "a", contributors=("x", "y"))
     add(store, "a", [1, 2], contributor="x")
