@@ -12,9 +12,9 @@ from gradserve_client._http.log import logger
 from gradserve_client._runs.broadcast import Broadcast
 from gradserve_client._runs.environment import with_environment
 from gradserve_client._runs.given import check_rules, check_server, check_worker
-from gradserve_client._runs.joining import Joining, new_run
+from gradserve_client._runs.joining import Joining
 from gradserve_client._runs.model import Model, State
-from gradserve_client._runs.names import checked_prefix
+from gradserve_client._runs.names import checked_prefix, new_run, register_name
 from gradserve_client._runs.pushes import Pushes
 from gradserve_client._runs.register import FirstWorker, fitting
 from gradserve_client._runs.summed import Summed
@@ -94,10 +94,9 @@ class Accumulator(Generic[M, D]):
         self._model = self._adapted(model, wire_dtype, request_bytes)
         ttl_seconds = rules.get("ttl_seconds")
         self._sums = Sums(server, self._model.parts, given, request_bytes)
-        register = f"{self._prefix}::start"
-        places = self._sums.found_places(self._prefix, register) if len(server.urls) > 1 else {}
+        places = self._sums.found_places(self._prefix, register_name(self._prefix)) if len(server.urls) > 1 else {}
         server.place(places)
-        self._first = first = FirstWorker(server, register, run, self._model, request_bytes, given)
+        self._first = first = FirstWorker(server, self._prefix, run, self._model, request_bytes, given)
         first.check_form()
         self._open(places)
         epoch, count = self._sums.position()
@@ -127,8 +126,10 @@ class Accumulator(Generic[M, D]):
         try:
             self._sums.open(places)
         except Conflict as error:
-            if error.code != "buffer_exists" or self._first.has(rules := self._sums.rules()):
+            if error.code != "buffer_exists":
                 raise
+            if self._first.has(rules := self._sums.rules()):
+                raise explained(error, f"All workers of a run give the same; {new_run(self._prefix)}") from None
             if differing := self._sums.follow(rules):
                 text = "The rules of %r have changed since its first worker gave them, and this worker follows: %s"
                 logger.warning(text, self._prefix, ", ".join(differing))

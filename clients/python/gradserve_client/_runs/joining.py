@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradserve_client._runs.names import new_run
 from gradserve_client._runs.register import FirstWorker
 from gradserve_client.errors import Conflict
 
@@ -50,8 +51,3 @@ class Joining:
             f"Epoch {epoch} of this run has begun with other parameters, perhaps of an earlier job: if this worker goes"
             f" on, call load_state_dict() with its last state first; {new_run(self._prefix)}"
         )
-
-
-def new_run(prefix: str) -> str:
-    """Return the part of an error that says how to begin from nothing."""
-    return f"for a new run, give another run=, or delete this one: server.buffers.delete(prefix={prefix!r})"

@@ -38,6 +38,16 @@ def checked_prefix(run: str, prefix: str | None) -> str:
     return prefix
 
 
+def register_name(prefix: str) -> str:
+    """Return the name of the buffer that says what a run's first worker has."""
+    return f"{prefix}::start"
+
+
+def new_run(prefix: str) -> str:
+    """Return the part of an error that says how to begin from nothing."""
+    return f"for a new run, give another run=, or delete this one: server.buffers.delete(prefix={prefix!r})"
+
+
 def quoted(name: str) -> str:
     """Return a name with each byte that a buffer's name cannot have as `:` and two digits, as URLs do it with `%`.
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from gradserve_client._adding import learn_limits
 from gradserve_client._runs.model import Model
+from gradserve_client._runs.names import new_run, register_name
 from gradserve_client._runs.parts import BUFFER_BYTES
 from gradserve_client._runs.rules import canonical
 from gradserve_client._wire.arguments import as_whole
@@ -27,21 +28,20 @@ class FirstWorker:
     """The hashes of the worker that was first in a run: of its model's form and numbers, and of its rules."""
 
     def __init__(
-        self, server: Client, register: str, run: str, model: Model, request_bytes: int, rules: Mapping[str, Any]
+        self, server: Client, prefix: str, run: str, model: Model, request_bytes: int, rules: Mapping[str, Any]
     ) -> None:
-        self._model = model
+        self._prefix, self._model = prefix, model
         form, given = _hash(f"{run!r} {request_bytes} {model.form()}"), _hash(repr(canonical(rules)))
         hashes = [form, model.weights(), model.frozen(), model.buffers(), given]
         self._ours, ttl = [_words(one) for one in hashes], rules.get("ttl_seconds")
-        self._first = _first(server, register, np.concatenate(self._ours), ttl).reshape(-1, _WORDS)
+        self._first = _first(server, register_name(prefix), np.concatenate(self._ours), ttl).reshape(-1, _WORDS)
 
     def check_form(self) -> None:
         """Raise `Conflict` if the first worker has another run or other parameters."""
         self._check(
             0,
             "The first worker under this prefix has another run or other parameters: their names, shapes or dtypes"
-            " differ, also of those that are frozen and of buffers, or its request_bytes; for another model, give"
-            " another run=",
+            f" differ, also of those that are frozen and of buffers, or its request_bytes; {new_run(self._prefix)}",
         )
 
     def check_start(self, *, has_pushes: bool) -> None:
@@ -53,8 +53,7 @@ class FirstWorker:
             self._check(
                 number,
                 f"The first worker of this run began with other {name}: load the same, or set the same seed before"
-                " the model is made; or give start='any' and call broadcast_parameters(); for a new run, give another"
-                " run=",
+                f" the model is made; or give start='any' and call broadcast_parameters(); {new_run(self._prefix)}",
             )
 
     def check_frozen(self) -> None:
