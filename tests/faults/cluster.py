@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -196,6 +197,14 @@ class Pair:
         """Make the standby the primary. The other is dead."""
         self.primary, self.standby = self.standby, self.primary
         self.primary.promote()
+
+    def fail_over(self) -> None:
+        """Kill the primary, promote the standby, and copy the other from it as the next standby."""
+        self.primary.stop(signal.SIGKILL)
+        if self.standby.process is None:
+            self.standby.start()
+        self.promote()
+        self.standby.follow(self.primary)
 
     def stop(self) -> None:
         self.standby.stop()

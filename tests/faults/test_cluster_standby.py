@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,16 +29,6 @@ SIZE = 20_000
 
 WAITING = "backend_type = 'client backend' and wait_event = 'SyncRep'"
 WAITERS = f"from pg_stat_activity where {WAITING}"
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    with tempfile.TemporaryDirectory() as directory:
-        made = Pair(Path(directory))
-        try:
-            yield made
-        finally:
-            made.stop()
 
 
 @contextmanager
@@ -159,10 +148,7 @@ def test_cancelled_waits_for_the_standby(pair: Pair, tmp_path: Path, function: s
         for _ in moments(chance, CANCELS, 0.1, 0.3):
             cancelled += len(pair.primary.execute(f"select {function}(pid) {WAITERS}"))
         assert cancelled > 0
-        pair.primary.stop(signal.SIGKILL)
-        pair.standby.start()
-        pair.promote()
-        pair.standby.follow(pair.primary)
+        pair.fail_over()
         load.go_on()
 
 
@@ -171,9 +157,7 @@ def test_failovers(pair: Pair, tmp_path: Path) -> None:
     chance = random.Random(3)
     with loaded(pair, tmp_path) as load:
         for _ in moments(chance, FAILOVERS, 0.0, 0.5):
-            pair.primary.stop(signal.SIGKILL)
-            pair.promote()
-            pair.standby.follow(pair.primary)
+            pair.fail_over()
             load.go_on()
             load.check()
 
@@ -192,18 +176,11 @@ def sent(client: Client, part: int, names: str, seconds: float) -> int | None:
 def test_a_push_in_parts_outlives_failovers(pair: Pair, tmp_path: Path) -> None:
     """One comes between its parts. One comes after the commit of the last part, which the next primary lacks."""
 
-    def fail_over() -> None:
-        pair.primary.stop(signal.SIGKILL)
-        if pair.standby.process is None:
-            pair.standby.start()
-        pair.promote()
-        pair.standby.follow(pair.primary)
-
     with replicas(2, tmp_path, pair.url, durability="replicated") as (one, two), connected(one, two) as clients:
         for name in "ab":
             clients[0].create(name, (SIZE,))
         assert sent(clients[0], 1, "a", PATIENCE) == 202
-        fail_over()
+        pair.fail_over()
         wait(lambda: sent(clients[0], 1, "a", PATIENCE) == 202, "the part does not come again")
         assert [push["staged"] for push in clients[1].done("GET", "/v1/pushes")["pushes"]] == [[1]]
         pair.standby.stop()
@@ -213,10 +190,9 @@ def test_a_push_in_parts_outlives_failovers(pair: Pair, tmp_path: Path) -> None:
         wait(lambda: clients[1].metadata("a")["count"] == 1, "the commit is not visible")
         for client, part, name in ((clients[1], 2, "b"), (clients[0], 1, "a")):
             assert sent(client, part, name, 1) is None
-        fail_over()
-        found, _ = clients[1].values(
-            "a", "b"
-        )  # 1 if the first server has made the push again: its client does not know
+        pair.fail_over()
+        # 1 if the first server has made the push again: its client does not know.
+        found, _ = clients[1].values("a", "b")
         assert [receipt["count"] for receipt in found.values()] in ([0, 0], [1, 1])
         receipts = [client.push({"a": np.ones(SIZE), "b": np.ones(SIZE)}, push="p") for client in clients]
         assert receipts[0] == receipts[1]

@@ -1,0 +1,119 @@
+"""A worker that trains by gradients of whole numbers: float32 sums of them are exact in any order."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gradserve_client import Client
+from gradserve_client._http.transport import Transport
+from gradserve_client.torch import GradientAccumulator
+
+WORKERS = 3
+COLUMNS = 256
+WEIGHTS = range(1, WORKERS + 1)
+"""The weight of each rank's pushes."""
+
+SECONDS = 600.0
+"""How long a worker calls a server that is away, and how long an epoch waits for a worker on a slow machine."""
+
+LAST = "last"
+"""The file that the workers await before the last step, so that no fault comes too late."""
+
+Gradients = list[torch.Tensor]
+
+
+class Training:
+    """A model with zeros as weights, its optimizer, and its gradients."""
+
+    def __init__(self, megabytes: int) -> None:
+        rows = (megabytes << 20) // 4 // COLUMNS
+        shapes = [(rows * share // 12, COLUMNS) for share in (1, 5, 3, 2, 1)]
+        self.model = torch.nn.ParameterList([torch.zeros(shape) for shape in (*shapes, (7,))])
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self._places = [torch.arange(one.numel(), dtype=torch.int32) % 251 for one in self.model]
+
+    def gradients(self, step: int, rank: int) -> Gradients:
+        """Return the gradients of a worker in a step: whole numbers below 1000."""
+        return [
+            (places * (rank + 1.0)).add_((7 * step + 13 * rank + layer) % 101).view_as(parameter)
+            for layer, (parameter, places) in enumerate(zip(self.model, self._places, strict=True))
+        ]
+
+    def set(self, gradients: Gradients) -> None:
+        for parameter, gradient in zip(self.model, gradients, strict=True):
+            parameter.grad = gradient
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def reference(megabytes: int, steps: int) -> dict[str, torch.Tensor]:
+    """Return the weights that one process comes to, with the weighted means of all workers' gradients."""
+    training = Training(megabytes)
+    for step in range(steps):
+        means = [torch.zeros_like(parameter) for parameter in training.model]
+        for rank, weight in enumerate(WEIGHTS):
+            for mean, gradient in zip(means, training.gradients(step, rank), strict=True):
+                mean.add_(gradient, alpha=weight)
+        training.set([mean.div_(sum(WEIGHTS)) for mean in means])
+        training.step()
+    return dict(training.model.named_parameters())
+
+
+def train(url: str, megabytes: int, part_bytes: int, steps: int) -> None:
+    """Train as this rank, from the checkpoint on if there is one. Write a line for each step and request."""
+    torch.set_num_threads(1)
+    Transport.send = written(Transport.send)  # type: ignore[method-assign]
+    rank = int(os.environ["RANK"])
+    training = Training(megabytes)
+    with Client(url, timeout=SECONDS) as server:
+        own: dict[str, Any] = {"request_bytes": part_bytes, "deadline_seconds": SECONDS}
+        gradients = GradientAccumulator.from_env(training.model, server, run="run", **own)
+        load_or_save(f"rank{rank}.pt", training.model, gradients)
+        while gradients.epoch < steps:
+            write(f"epoch {gradients.epoch}")
+            while gradients.epoch == steps - 1 and not os.path.exists(LAST):
+                time.sleep(0.01)
+            training.set(training.gradients(gradients.epoch, rank))
+            gradients.push(weight=WEIGHTS[rank])
+            assert gradients.pull().contributors == {f"rank{one}": 1 for one in range(WORKERS)}
+            training.step()
+            save(f"rank{rank}.pt", training.model, gradients)
+
+
+def load_or_save(path: str, *parts: Any) -> None:
+    """Load the states from the checkpoint. Without one, save the first."""
+    if not os.path.exists(path):
+        save(path, *parts)
+        return
+    for part, state in zip(parts, torch.load(path), strict=True):
+        part.load_state_dict(state)
+
+
+def save(path: str, *parts: Any) -> None:
+    """Save the states at one moment."""
+    torch.save([part.state_dict() for part in parts], f"{path}.new")
+    os.replace(f"{path}.new", path)
+
+
+def written(send: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `send` that writes a line before each request, and one after its answer."""
+
+    def sent(self: Transport, request: Any, until: float) -> Any:
+        write(f"{request.method} {request.url.raw_path.decode()}")
+        answer = send(self, request, until)
+        write(str(answer.status))
+        return answer
+
+    return sent
+
+
+def write(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
