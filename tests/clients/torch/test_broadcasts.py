@@ -251,3 +251,24 @@ def test_which_tensors_share_memory(server: Client, run: str, tensor: Any, share
             worker.broadcast_parameters(send=True)
     else:
         worker.broadcast_parameters(send=True)
+
+
+def test_parameters_do_not_begin_after_an_epoch_that_closed(server: Client, run: str) -> None:
+    """The sender of a run is killed, and started again with the same command. After a zero it begins."""
+    sent, sender, model, receiver = pair(server, run, quorum=2)
+    sender.broadcast_parameters(send=True)
+    receiver.broadcast_parameters(send=False)
+    for worker in (sender, receiver):
+        worker.push(weight=0)
+    receiver.pull()
+    again = joined(net(5), server, run, quorum=2)
+    with pytest.raises(
+        Conflict, match=r"Epoch 1 .* has begun with other parameters.*broadcast_parameters\(send=False\)"
+    ):
+        again.broadcast_parameters(send=True)
+    shift(model)
+    receiver.broadcast_parameters(send=True)
+    again.broadcast_parameters(send=False)
+    again.broadcast_parameters(send=True)
+    server.buffers.zero(prefix=sender.prefix)
+    joined(net(6), server, run, quorum=2).broadcast_parameters(send=True)

@@ -245,7 +245,7 @@ class Accumulator(Generic[M, D]):
     def _check_sending(self, broadcast: Broadcast) -> None:
         """Raise `Conflict` if this worker's parameters may differ from those that the epoch has begun with."""
         self._joining.check(self.epoch)
-        if self._joining.is_new and (self._sums.position() != (self.epoch, 0) or broadcast.has_sent(self.epoch)):
+        if self._joining.is_new and (self._sums.has_begun(self.epoch) or broadcast.has_sent(self.epoch)):
             raise self._joining.begun(self.epoch)
         self._joining.shares()
 

@@ -49,5 +49,6 @@ class Joining:
         """Return the error of a worker that sends its parameters in an epoch that has others."""
         return Conflict(
             f"Epoch {epoch} of this run has begun with other parameters, perhaps of an earlier job: if this worker goes"
-            f" on, call load_state_dict() with its last state first; {new_run(self._prefix)}"
+            " on, call load_state_dict() with its last state first, or broadcast_parameters(send=False);"
+            f" {new_run(self._prefix)}"
         )

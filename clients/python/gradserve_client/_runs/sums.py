@@ -130,6 +130,11 @@ class Sums:
             )
         return min(epochs), epochs[min(epochs)].count
 
+    def has_begun(self, epoch: int) -> bool:
+        """Return whether the epoch has pushes, or follows one that has closed. After `zero` it follows none."""
+        closed = self._server.buffers[next(iter(self._parts))].info().closed_epochs
+        return self.position() != (epoch, 0) or epoch - 1 in closed
+
     def add(
         self,
         numbers: Mapping[str, Gradient],
