@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.documentation import README, blocks
+from tests.examples.running import PRELOADED
 from tests.zygote import Forked
 
 SECONDS = 100
@@ -36,10 +37,8 @@ class Trainer:
 
     def start(self) -> None:
         self._out.unlink(missing_ok=True)
-        preloaded = ("gradserve_client.torch", "torch._dynamo", "sklearn.datasets")
-        self.process = Forked(
-            str(self._path), self._environment, self.log, arguments=(), out=str(self._out), preloaded=preloaded
-        )
+        options: Any = {"arguments": (), "out": str(self._out), "preloaded": PRELOADED}
+        self.process = Forked(str(self._path), self._environment, self.log, **options)
 
     def die(self) -> None:
         """Kill -9 the process, and wait for its end."""
@@ -58,7 +57,7 @@ class Trainer:
 
 def trained(code: str, directory: Path, workers: int) -> str:
     """Return what all workers print, in the order of their ranks."""
-    started: Sequence[Trainer] = [Trainer(code, directory, rank, workers) for rank in range(workers)]
+    started = [Trainer(code, directory, rank, workers) for rank in range(workers)]
     try:
         return "".join(trainer.ends() for trainer in started)
     finally:
