@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from service.buffers.postgres.connections import RETRY_SECONDS
+from service.buffers.postgres.deadlines import LOOK_SECONDS
 from tests.faults.cluster import Load, one_dies, replicas, wait
 from tests.faults.servers import LONG, PATIENCE, Server, moments
 from tests.network import SIDES, Network
@@ -105,3 +106,14 @@ def test_a_database_without_answer_is_no_readiness(database: Cluster, tmp_path: 
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
         database.start()
         wait(server.is_ready, "the server does not get ready again")
+
+
+def test_a_server_without_its_database_looks_for_it_twice_a_second(database: Cluster, tmp_path: Path) -> None:
+    """To close epochs that are due. Each look that fails writes a line to the log."""
+    with replicas(1, tmp_path, database.url) as (server,):
+        database.stop()
+        began = time.monotonic()
+        time.sleep(2)
+        looks = server.log.read_text().count("closes epochs that are due later")
+        assert 1 <= looks <= 1 + (time.monotonic() - began) / LOOK_SECONDS
+        database.start()

@@ -31,9 +31,12 @@ class Deadlines:
         """Look in this many seconds, or before."""
         self._next = min(self._next, time.monotonic() + seconds)
 
+    def begin(self) -> None:
+        """Put off the next look, also if this one fails: a database that is away is not asked without a pause."""
+        self._next = time.monotonic() + LOOK_SECONDS
+
     def due(self, connection: Connection) -> list[Submission]:
         """Return a request for each epoch that is due, and expect the next deadline."""
-        self._next = time.monotonic() + LOOK_SECONDS
         rows = self._database.read(connection, DUE(self._database.clock()))
         self.expect(min((seconds for _, _, seconds in rows if seconds > 0), default=math.inf))
         due = [(namespace, name) for namespace, name, seconds in rows if seconds <= 0]

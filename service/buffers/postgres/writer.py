@@ -157,6 +157,7 @@ class Writer:
             self._connection.close()
 
     def _close_due(self) -> None:
+        self._deadlines.begin()
         try:
             with self._connected() as connection:
                 submissions = self._deadlines.due(connection)
