@@ -37,7 +37,7 @@ test: $(VENV)/.dev  ## run every test in four processes, or WHAT="tests/codecs/t
 peers: $(VENV)/.peers  ## install KServe's client, which brings a hundred packages, so that make test tries it, too
 
 test-faults: $(VENV)/.dev  ## long runs of the tests that kill servers, fill disks and cut power
-	GRADSERVE_FAULTS=long $(PYTEST) -o faulthandler_timeout=900 tests/faults $(WHAT)
+	GRADSERVE_FAULTS=long $(PYTEST) -o faulthandler_timeout=3600 tests/faults $(WHAT)
 
 openapi: $(VENV)/.dev $(NODE)/.installed  ## lint the OpenAPI document with Redocly and Spectral
 	$(BIN)/python -m tests.generated_clients.document > build/openapi.json

@@ -206,6 +206,9 @@ class Pair:
         self.promote()
         self.standby.follow(self.primary)
 
-    def stop(self) -> None:
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.standby.stop()
         self.primary.stop()

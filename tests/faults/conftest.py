@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Pair
 from tests.faults.mortal import KINDS, Mortal, mortal
 from tests.postgres import Cluster, cluster
 
@@ -15,17 +12,6 @@ from tests.postgres import Cluster, cluster
 def database() -> Iterator[Cluster]:
     with cluster() as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    """A primary of PostgreSQL and its synchronous standby."""
-    with tempfile.TemporaryDirectory() as directory:
-        made = Pair(Path(directory))
-        try:
-            yield made
-        finally:
-            made.stop()
 
 
 @pytest.fixture(scope="module", params=KINDS)

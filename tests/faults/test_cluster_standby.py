@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,12 @@ SIZE = 20_000
 
 WAITING = "backend_type = 'client backend' and wait_event = 'SyncRep'"
 WAITERS = f"from pg_stat_activity where {WAITING}"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with tempfile.TemporaryDirectory() as directory, Pair(Path(directory)) as made:
+        yield made
 
 
 @contextmanager
@@ -175,7 +182,6 @@ def sent(client: Client, part: int, names: str, seconds: float) -> int | None:
 
 def test_a_push_in_parts_outlives_failovers(pair: Pair, tmp_path: Path) -> None:
     """One comes between its parts. One comes after the commit of the last part, which the next primary lacks."""
-
     with replicas(2, tmp_path, pair.url, durability="replicated") as (one, two), connected(one, two) as clients:
         for name in "ab":
             clients[0].create(name, (SIZE,))

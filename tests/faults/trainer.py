@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from gradserve_client.torch import GradientAccumulator
 
 WORKERS = 3
 COLUMNS = 256
+PERIOD = 251
 WEIGHTS = range(1, WORKERS + 1)
 """The weight of each rank's pushes."""
 
@@ -30,18 +32,16 @@ Gradients = list[torch.Tensor]
 class Training:
     """A model with zeros as weights, its optimizer, and its gradients."""
 
-    def __init__(self, megabytes: int) -> None:
-        rows = (megabytes << 20) // 4 // COLUMNS
-        shapes = [(rows * share // 12, COLUMNS) for share in (1, 5, 3, 2, 1)]
-        self.model = torch.nn.ParameterList([torch.zeros(shape) for shape in (*shapes, (7,))])
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self._places = [torch.arange(one.numel(), dtype=torch.int32) % 251 for one in self.model]
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.model = torch.nn.ParameterList([torch.zeros(shape) for shape in shapes])
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self._places = [places(shape) for shape in shapes]
 
     def gradients(self, step: int, rank: int) -> Gradients:
         """Return the gradients of a worker in a step: whole numbers below 1000."""
         return [
-            (places * (rank + 1.0)).add_((7 * step + 13 * rank + layer) % 101).view_as(parameter)
-            for layer, (parameter, places) in enumerate(zip(self.model, self._places, strict=True))
+            (place * (rank + 1.0)).add_((7 * step + 13 * rank + layer) % 101)
+            for layer, place in enumerate(self._places)
         ]
 
     def set(self, gradients: Gradients) -> None:
@@ -53,17 +53,33 @@ class Training:
         self._optimizer.zero_grad()
 
 
+def shapes_of(megabytes: int) -> list[tuple[int, ...]]:
+    """Return the shapes of a model of this size."""
+    rows = (megabytes << 20) // 4 // COLUMNS
+    return [*((rows * share // 12, COLUMNS) for share in (1, 5, 3, 2, 1)), (7,)]
+
+
+def places(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return each weight's place in its layer, modulo `PERIOD`. Its gradients follow from this and from its layer."""
+    return (torch.arange(math.prod(shape), dtype=torch.int32) % PERIOD).view(shape)
+
+
 def reference(megabytes: int, steps: int) -> dict[str, torch.Tensor]:
-    """Return the weights that one process comes to, with the weighted means of all workers' gradients."""
-    training = Training(megabytes)
+    """Return the weights that one process comes to with the weighted means of all workers' gradients.
+
+    It trains a period of each layer.
+    """
+    shapes = shapes_of(megabytes)
+    training = Training([(PERIOD,)] * len(shapes))
     for step in range(steps):
-        means = [torch.zeros_like(parameter) for parameter in training.model]
+        means = [torch.zeros(PERIOD) for _ in shapes]
         for rank, weight in enumerate(WEIGHTS):
             for mean, gradient in zip(means, training.gradients(step, rank), strict=True):
                 mean.add_(gradient, alpha=weight)
         training.set([mean.div_(sum(WEIGHTS)) for mean in means])
         training.step()
-    return dict(training.model.named_parameters())
+    trained = training.model.state_dict()
+    return {name: weights[places(shape)] for (name, weights), shape in zip(trained.items(), shapes, strict=True)}
 
 
 def train(url: str, megabytes: int, part_bytes: int, steps: int) -> None:
@@ -71,7 +87,7 @@ def train(url: str, megabytes: int, part_bytes: int, steps: int) -> None:
     torch.set_num_threads(1)
     Transport.send = written(Transport.send)  # type: ignore[method-assign]
     rank = int(os.environ["RANK"])
-    training = Training(megabytes)
+    training = Training(shapes_of(megabytes))
     with Client(url, timeout=SECONDS) as server:
         own: dict[str, Any] = {"request_bytes": part_bytes, "deadline_seconds": SECONDS}
         gradients = GradientAccumulator.from_env(training.model, server, run="run", **own)
