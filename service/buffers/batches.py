@@ -6,6 +6,7 @@ transaction that took long. Then a small request of the others waits for little 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,9 @@ from service.engine.fair_queue import FairQueue
 
 MOST_SHARED_BYTES = 1 << 22
 """The work of a transaction while several namespaces send requests: about 5 ms, as long as a slow sync."""
+
+TURN_BYTES = 1 << 21
+"""What a transaction writes meanwhile of a request that several may make: a small request waits for it."""
 
 COST_OF_BUFFER = 1 << 15
 """The bytes that are written in the time that it takes to find a buffer and to store its record."""
@@ -101,6 +105,13 @@ class Batches(Generic[Q]):
         if batch and not self._work:
             self._work[batch[0].namespace] = 1
         return batch
+
+    def most_now(self) -> int:
+        """Return what a transaction may write now of a request that several may make."""
+        with self._changed:
+            if self._queue.is_shared() and not self._closed:
+                return TURN_BYTES
+        return sys.maxsize
 
     def _resting(self) -> Collection[str]:
         """Return the namespaces that rest: none if one is alone, or if all requests must be finished."""

@@ -11,6 +11,7 @@ from service.buffers.pushes import Part, Push, StagedPart
 from service.buffers.record import Known, Record, name_buffer
 from service.buffers.staging import (
     AddStaged,
+    Admitted,
     check_complete,
     check_norm,
     check_part,
@@ -83,6 +84,22 @@ def _make_part(txn: Transaction, part: Part, changes: Sequence[Change], now: flo
         return _complete(txn, part, push, now)
     txn.put_push(part.name, push)
     return Outcome({}, staged=push.numbers)
+
+
+def to_stage(txn: Transaction, part: Part, changes: Sequence[Change], now: float) -> Admitted | None:
+    """Return the adds that `make` would stage, or refuse for their numbers. Return None if it would not come so far."""
+    if any(isinstance(change, Forget) for change in changes):
+        return None
+    try:
+        push = txn.push(part.name) or Push.of(part, now)
+        if push.until > now:
+            push.check_not_refused()
+            push.check_same(part)
+            if part.number in push.staged:
+                return None
+        return None if txn.recall(part.key, ()) is not None else _admitted(txn, part, changes, now)
+    except GradserveError:
+        return None
 
 
 def _admitted(

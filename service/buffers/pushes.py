@@ -16,6 +16,8 @@ from service.errors import GradserveError, InvalidParameter, KeyReused, shown, t
 MAX_PARTS = 1000
 """Parts of a push: 64 GB in the largest requests that a server takes by default."""
 
+DRAFT = "\n"
+"""What the name of a push begins with that no client has sent: a store writes a large part under it."""
 
 PushName: TypeAlias = tuple[str, str]
 """The namespace of a push, and its id."""

@@ -35,7 +35,8 @@ The databases of the LMDB environment hold:
     outcomes   time of the request, 8 bytes, and digest of caller and key -> length of the namespace, 1 byte; the
                namespace; fingerprint, and what a replay answers (`packed.pack_known`); sealed
     pushes     namespace, a zero byte and the id of a push -> the bytes that it has staged, 8 bytes; the time when the
-               store forgets it, 8 bytes; a `Push` as JSON; sealed
+               store forgets it, 8 bytes; a `Push` as JSON; sealed. A name that begins with a line feed has what is
+               written of a large part (`drafts.py`)
     deadlines  time, 8 bytes, and `BufferName.joined` -> nothing: when to check whether the buffer has expired
                b"\xfe", time, 8 bytes, and the key of a push -> nothing: when to forget it
                b"\xff", time, 8 bytes, and `BufferName.joined` -> nothing: when the running epoch is due

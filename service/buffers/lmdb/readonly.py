@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.lmdb.values import StoredGradient
 from service.buffers.packed import FORMAT
+from service.buffers.pushes import DRAFT
 from service.buffers.readonly import WRONG
 from service.buffers.record import Spec
 from service.dtypes import Array
@@ -64,6 +65,9 @@ class LmdbMoment(Reader):
             if not self.pushes.is_scheduled(name, push):
                 yield f"{WRONG}{whose} is not scheduled: what it has staged takes room until a part of it comes"
             for buffer, place in ((buffer, staged.place) for _, buffer, staged in push.gradients if staged.place):
+                if name[1].startswith(DRAFT):
+                    slots |= self._draft(place[0])
+                    continue
                 stored = StoredGradient(*place[:3])
                 slots |= {value: [] for value in stored.ids}
                 try:
@@ -73,6 +77,14 @@ class LmdbMoment(Reader):
                 except BufferCorrupt:
                     yield f"{WRONG}the gradient of {buffer!r} in {whose} is damaged"
         yield f"{self.entries()['pushes']} incomplete pushes"
+
+    def _draft(self, values: Sequence[int]) -> dict[int, list[int]]:
+        """Return the slots of what is written of a large part, by the ids of its values. Some have nothing yet."""
+        slots: dict[int, list[int]] = {value: [] for value in values}
+        for value in values:
+            with suppress(BufferCorrupt):
+                slots |= self.values.slots_of(value)
+        return slots
 
     def _unscheduled(self) -> Iterator[str]:
         """Yield a line for each running epoch that the store would not close at its deadline."""

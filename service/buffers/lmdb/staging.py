@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from service.buffers.gradients import Gradient
 from service.buffers.lmdb.pushes import PushWriter
 from service.buffers.lmdb.reader import Reader
@@ -20,6 +22,8 @@ class Staging(Reader):
     writes: int
     to_fold: dict[int, BufferName]
     """Values that should be folded soon after the commit, and their buffers."""
+    most_bytes: int = sys.maxsize
+    """What this transaction may write of a request that several may make."""
 
     def push(self, name: PushName) -> Push | None:
         return self.pushes.find(name)
@@ -53,5 +57,5 @@ class Staging(Reader):
         """Add to a value of the buffer some of what waits for it."""
         if self.values.has_waiting(value):
             self.writes += 1
-            if self.values.fold(record.spec, value):
+            if self.values.fold(record.spec, value, self.most_bytes):
                 self.to_fold[value] = record.full_name

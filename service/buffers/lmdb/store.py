@@ -22,7 +22,7 @@ from service.buffers.lmdb.reader import Reader, reading
 from service.buffers.lmdb.writer import Writer
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
-from service.buffers.pushes import Push
+from service.buffers.pushes import DRAFT, Push
 from service.buffers.record import Key, Known, Record, Snapshot
 from service.buffers.store import (
     KEY_SECONDS,
@@ -112,7 +112,8 @@ class LmdbStore(Store):
         now = self._clock()
         with reading(self._env) as reader:
             own = {name[1]: push for name, push in reader.pushes.all(self.namespace) if push is not None}
-        return listed({name: push for name, push in own.items() if push.until > now}, prefix, limit)
+        sent = {name: push for name, push in own.items() if push.until > now and not name.startswith(DRAFT)}
+        return listed(sent, prefix, limit)
 
     def generation(self) -> int:
         return self._env.generation()

@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+from service.buffers.batches import COST_OF_BUFFER, MOST_SHARED_BYTES
 from service.buffers.changes import Change
+from service.buffers.lmdb.drafts import Draft, forgetting, make_some
 from service.buffers.lmdb.staging import Staging
+from service.buffers.lmdb.transaction import LmdbTransaction
 from service.buffers.names import BufferName
-from service.buffers.perform import Outcome, Request
+from service.buffers.perform import Outcome, Request, resolved
 from service.buffers.record import Receipt, Record
+from service.buffers.room import room_for
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
+from service.errors import GradserveError
+
+Answer: TypeAlias = Outcome | GradserveError | Draft
+"""What a transaction makes of a request; a draft needs more transactions."""
 
 
 class Submission(NamedTuple):
@@ -22,16 +30,52 @@ class Submission(NamedTuple):
     request: Request
     namespace: str
     done: Future[Outcome]
+    draft: Draft | None = None
+    """What transactions have written of it: it has begun."""
+
+    def work(self, records: Mapping[BufferName, Record | None]) -> int:
+        """Return the work as bytes: of its buffers, as far as they are in `records`, and for each buffer."""
+        changes = self.request.changes
+        work = COST_OF_BUFFER * (1 + len(changes))
+        for change in changes:
+            if work > MOST_SHARED_BYTES:
+                break
+            record = records.get(BufferName(self.namespace, change.name))
+            work += 0 if record is None else record.spec.nbytes
+        return work
 
     def begin(self, *, closing: bool) -> bool:
         """Return whether to make it: its client still waits, and it is no fold of a store that is `closing`."""
+        if self.draft is not None:
+            return True
         return not (closing and self.is_fold) and self.done.set_running_or_notify_cancel()
+
+    def make(self, txn: LmdbTransaction, now: float, max_bytes: int) -> tuple[Outcome | Draft, int]:
+        """Make the request, or some of it. Return the outcome or the draft, and what the store may hold after it."""
+        request = resolved(txn, self.request, self.namespace)
+        made = make_some(txn, self.draft, request, self.namespace, now)
+        return made, room_for(request, made if isinstance(made, Outcome) else Outcome({}), max_bytes)
+
+    def forgetting(self) -> list[Submission]:
+        """Return the request that frees what was written, if anything was."""
+        return [] if self.draft is None else [Submission(forgetting(self.draft), self.namespace, Future())]
+
+    def is_ended_by(self, answer: Answer) -> bool:
+        """Return whether a client has its answer."""
+        return not (self.is_fold or isinstance(answer, Draft))
 
     @property
     def is_fold(self) -> bool:
         """Whether no client waits for it."""
         changes = self.request.changes
         return len(changes) > 0 and isinstance(changes[0], Fold)
+
+
+class UndoneError(Exception):
+    """A request failed after it had changed something: its transaction must be undone."""
+
+    def __init__(self, submission: Submission, error: Exception) -> None:
+        self.submission, self.error = submission, error
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -19,6 +20,7 @@ from service.buffers.gradients import Dense, Gradient, add_piece, stored_bytes
 from service.buffers.lmdb.caches import CachedValue, ValueCache
 from service.buffers.lmdb.format import NUMBER, SEAL_BYTES
 from service.buffers.lmdb.slots import CHUNK_BYTES, Databases, Slots
+from service.buffers.lmdb.sums import is_sum, may_be_sum
 from service.buffers.lmdb.values import (
     ZEROS,
     Chunk,
@@ -51,6 +53,13 @@ MOST_FOLDED = 4
 """Gradients that a fold adds: its transaction takes about twice as long as with one, and others wait for it."""
 
 
+class Written(NamedTuple):
+    """The value that already has the numbers of an array, and whether the array is its sum with zeros."""
+
+    value: int
+    is_sum: bool
+
+
 class ValueWriter(ValueReader):
     """The values that a transaction changes. `cache` must be cleared if the transaction is not committed."""
 
@@ -59,6 +68,8 @@ class ValueWriter(ValueReader):
         self._cache = cache
         self._memory = np.empty(CHUNK_BYTES, np.uint8)  # for a chunk of a value that is not remembered
         self.slots = Slots(env, txn)
+        self.written: dict[int, Written] = {}
+        """Arrays, by their `id`, that transactions before this one have written: the first use takes the value."""
 
     def accumulate(self, spec: Spec, old: int | None, gradient: Gradient, weight: float, overwrite: bool) -> int:
         """Add to the value `old`, None for zeros. Return the id of the sum, which replaces the old value."""
@@ -78,8 +89,14 @@ class ValueWriter(ValueReader):
 
     def stage(self, spec: Spec, gradient: Gradient) -> Place:
         """Store a gradient. Return its `StoredGradient` without a weight, and whether it is its sum with zeros."""
-        is_sum = spec.nbytes > INLINE_BYTES and isinstance(gradient, Dense) and _is_sum(spec, gradient.array)
+        is_sum = spec.nbytes > INLINE_BYTES and isinstance(gradient, Dense) and self._is_sum(spec, gradient.array)
         return [*self._store(gradient)[:3], is_sum]
+
+    def _is_sum(self, spec: Spec, array: Array) -> bool:
+        if not may_be_sum(spec, array):
+            return False
+        written = self.written.get(id(array))
+        return is_sum(array, 0, array.nbytes) if written is None else written.is_sum
 
     def staged(self, spec: Spec, place: Place) -> Gradient:
         """Return a staged gradient."""
@@ -113,14 +130,29 @@ class ValueWriter(ValueReader):
         """Return whether anything waits to be added to a value."""
         return bool(self._entry(value).waiting)
 
-    def fold(self, spec: Spec, value: int) -> bool:
-        """Add to a large value up to `MOST_FOLDED` gradients that wait for it. Return whether more wait."""
+    def fold(self, spec: Spec, value: int, most_bytes: int) -> bool:
+        """Add to a large value up to `MOST_FOLDED` gradients that wait for it. Return whether more is to be added.
+
+        At most `most_bytes` of the value change, but at least a chunk; the next fold goes on behind them.
+        """
         entry = self._entry(value)
-        entry.waiting, left = entry.waiting[:MOST_FOLDED], entry.waiting[MOST_FOLDED:]
-        self._add_to_chunks(spec, value, entry, None, None, 1.0, overwrite=False)
-        entry.waiting = left
+        done = entry.waiting[0].done
+        some = [*itertools.takewhile(lambda each: each.done == done, entry.waiting[:MOST_FOLDED])]
+        end, waiting = done + max(1, most_bytes // CHUNK_BYTES), self._waiting(spec, some)
+        for number, start, stop in itertools.islice(pieces_of(spec), done, end):
+            out = self._memory.view(spec.dtype)[: stop - start]
+            self._read(value, entry.chunks, number, out)
+            if add_waiting(spec, waiting, start, stop, out):
+                entry.chunks[number] = self._write(value, number, entry.chunks[number].slot, out.view(np.uint8).data)
+        left = entry.waiting[len(some) :]
+        if end < len(entry.chunks):
+            entry.waiting = [*(each._replace(done=end) for each in some), *left]
+        else:
+            entry.waiting = some
+            self._forget_waiting(entry)
+            entry.waiting = left
         self._put(value, entry.pack())
-        return bool(left)
+        return bool(entry.waiting)
 
     def _large(self, spec: Spec, value: int | None) -> Entry:
         """Return the entry of a large value, None for zeros."""
@@ -150,16 +182,16 @@ class ValueWriter(ValueReader):
         value: int,
         entry: Entry,
         cached: Array | None,
-        gradient: Gradient | None,
+        gradient: Gradient,
         weight: float,
         overwrite: bool,
     ) -> None:
-        waiting, whole = [] if overwrite else self._waiting(spec, entry), None
+        waiting, whole = [] if overwrite else self._waiting(spec, entry.waiting), None
         if isinstance(gradient, Dense) and spec.nbytes <= LARGEST_CACHED_BYTES:
             whole = np.empty(spec.size, spec.dtype) if cached is None else cached
         spare = self._memory.view(spec.dtype)
         for number, start, stop in pieces_of(spec):
-            piece = None if gradient is None else gradient.piece(start, stop)
+            piece = gradient.piece(start, stop)
             slot = entry.chunks[number].slot
             if overwrite and piece is None:
                 self.slots.free(slot)
@@ -203,15 +235,28 @@ class ValueWriter(ValueReader):
         return StoredGradient(ids, array.shape, NAMES[array.dtype], weight)
 
     def _store_bytes(self, array: Array) -> int:
-        value, data = self.new_id(), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if (written := self.written.pop(id(array), None)) is not None:
+            return written.value
+        value = self.new_id()
+        self.append(value, array, 0, sys.maxsize)
+        return value
+
+    def append(self, value: int, array: Array, done: int, most_bytes: int) -> int:
+        """Write the bytes of an array behind the first `done`, which its value has. Return how many it has now.
+
+        These are at most `most_bytes`, but at least a chunk, or all of a small array.
+        """
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         if data.size <= INLINE_BYTES:
             self._put(value, Entry(inline=data.data).pack())
-            return value
-        starts = range(0, data.size, CHUNK_BYTES)
-        pieces = [data[start : start + CHUNK_BYTES].data for start in starts]
-        written = [self._write(value, number, -1, piece) for number, piece in enumerate(pieces)]
-        self._put(value, Entry(chunks=written).pack())
-        return value
+            return data.size
+        entry = self._entry(value) if done else Entry()
+        first, most = done // CHUNK_BYTES, max(1, most_bytes // CHUNK_BYTES)
+        for number in range(first, min(first + most, math.ceil(data.size / CHUNK_BYTES))):
+            piece = data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+            entry.chunks.append(self._write(value, number, -1, piece.data))
+        self._put(value, entry.pack())
+        return min(len(entry.chunks) * CHUNK_BYTES, data.size)
 
     def free(self, value: int | None) -> None:
         """Delete a value, None for no value. The slots of a damaged value are lost."""
@@ -246,17 +291,3 @@ class ValueWriter(ValueReader):
         value: int = 1 + (0 if last is None else NUMBER.unpack(last)[0])
         self._txn.put(b"last_id", NUMBER.pack(value), db=self._env.meta)
         return value
-
-
-def _is_sum(spec: Spec, array: Array) -> bool:
-    """Return whether the sum of zeros and the array, as values have it, has the bits of the array: it has no -0."""
-    if array.shape != spec.shape or array.dtype != spec.dtype or not array.flags.c_contiguous:
-        return False
-    flat, memory = array.reshape(-1), np.empty(CHUNK_BYTES, np.uint8).view(spec.dtype)
-    bits = f"u{spec.dtype.itemsize}"
-    for _, start, stop in pieces_of(spec):
-        piece, total = flat[start:stop], memory[: stop - start]
-        add_piece(spec, total, 0, piece, 1.0, overwrite=False)
-        if not np.array_equal(piece.view(bits), total.view(bits)):
-            return False
-    return True

@@ -55,6 +55,8 @@ class StoredGradient(NamedTuple):
     shape: Sequence[int]
     dtype: str
     weight: float = 1.0
+    done: int = 0
+    """While it waits, how many chunks of its value, from the first, have it already."""
 
     @property
     def sizes(self) -> list[int]:
@@ -129,7 +131,7 @@ class ValueReader:
         if entry.inline is not None:
             yield 0, spec.size, lambda out, data=entry.inline: np.copyto(out, np.frombuffer(data, spec.dtype))
             return
-        waiting = self._waiting(spec, entry)
+        waiting = self._waiting(spec, entry.waiting)
         for number, start, stop in pieces_of(spec):
 
             def fill(out: Array, number: int = number, start: int = start, stop: int = stop) -> None:
@@ -198,8 +200,9 @@ class ValueReader:
         if not whole or checksum_of(memory, value, number) != check:
             raise _corrupt(value)
 
-    def _waiting(self, spec: Spec, entry: Entry) -> Waiting:
-        return [(self.gradient(spec, stored), stored.weight) for stored in entry.waiting]
+    def _waiting(self, spec: Spec, gradients: Sequence[StoredGradient]) -> Waiting:
+        step = CHUNK_BYTES // spec.dtype.itemsize
+        return [(self.gradient(spec, stored), stored.weight, stored.done * step) for stored in gradients]
 
     def _load_bytes(self, value: int, size: int) -> Array:
         return self.load(Spec((size,), BOOL), value, np.empty).view(np.uint8)
@@ -231,13 +234,14 @@ class _Streamed:
         return self._memory[offset : offset + end - at]
 
 
-Waiting: TypeAlias = list[tuple[Gradient, float]]
-"""Gradients that wait to be added to a value, and their weights."""
+Waiting: TypeAlias = list[tuple[Gradient, float, int]]
+"""Gradients that wait to be added to a value, their weights, and the first element of the value that lacks them."""
 
 
 def add_waiting(spec: Spec, waiting: Waiting, start: int, stop: int, out: Array) -> bool:
     """Add to a piece what waits for it. Return whether anything did."""
-    pieces = [(piece, weight) for each, weight in waiting if (piece := each.piece(start, stop)) is not None]
+    lacking = [(gradient, weight) for gradient, weight, first in waiting if start >= first]
+    pieces = [(piece, weight) for each, weight in lacking if (piece := each.piece(start, stop)) is not None]
     for piece, weight in pieces:
         add_piece(spec, out, out, piece, weight, overwrite=False)
     return bool(pieces)

@@ -17,18 +17,17 @@ import lmdb
 import numpy as np
 
 from service.buffers import failpoints
-from service.buffers.batches import COST_OF_BUFFER, MOST_SHARED_BYTES, Batches
+from service.buffers.batches import Batches
 from service.buffers.lmdb.caches import WriterState
+from service.buffers.lmdb.drafts import Draft
 from service.buffers.lmdb.environment import Environment, as_client_error, disk_is_full
 from service.buffers.lmdb.format import microseconds
 from service.buffers.lmdb.reader import reading
 from service.buffers.lmdb.slots import Slots
-from service.buffers.lmdb.submissions import Submission, folds
+from service.buffers.lmdb.submissions import Answer, Submission, UndoneError, folds
 from service.buffers.lmdb.transaction import MOST_CLOSED, MOST_EXPIRED, LmdbTransaction
-from service.buffers.names import BufferName
-from service.buffers.parts import make
-from service.buffers.perform import Outcome, Request, resolved
-from service.buffers.room import UNLIMITED, room_for
+from service.buffers.perform import Outcome, Request
+from service.buffers.room import UNLIMITED
 from service.buffers.store import Committed, settle, without_traceback
 from service.errors import GradserveError, StoreFailed, StoreFull
 
@@ -56,13 +55,6 @@ MOST_FORGOTTEN = 500
 """Expired keys that a transaction deletes before the next request is made."""
 
 
-class UndoneError(Exception):
-    """A request failed after it had changed something: its transaction must be undone."""
-
-    def __init__(self, submission: Submission, error: Exception) -> None:
-        self.submission, self.error = submission, error
-
-
 class Writer:
     """The writer thread. It begins at once, and ends with `close`."""
 
@@ -78,7 +70,10 @@ class Writer:
         self._env, self._state = env, state
         self._key_seconds, self._clock, self._committed = key_seconds, clock, committed
         self._batches: Batches[Submission] = Batches(
-            self._work_of, most=MOST_IN_BATCH, most_bytes=MOST_BYTES_IN_BATCH, long_seconds=LONG_SECONDS
+            lambda one: one.work(state.records),
+            most=MOST_IN_BATCH,
+            most_bytes=MOST_BYTES_IN_BATCH,
+            long_seconds=LONG_SECONDS,
         )
         self._closing, self._next_check = False, 0.0
         self._next_due = math.inf  # as far as this process knows: another may set an earlier deadline
@@ -103,17 +98,6 @@ class Writer:
             return False
         self._thread.join()
         return True
-
-    def _work_of(self, submission: Submission) -> int:
-        """Return the work of a request as bytes: of its buffers, as far as they are remembered, and for each buffer."""
-        changes = submission.request.changes
-        work = COST_OF_BUFFER * (1 + len(changes))
-        for change in changes:
-            if work > MOST_SHARED_BYTES:
-                break
-            record = self._state.records.get(BufferName(submission.namespace, change.name))
-            work += 0 if record is None else record.spec.nbytes
-        return work
 
     def oldest_key(self) -> int:
         """Return the time in microseconds up to which keys have expired."""
@@ -142,7 +126,7 @@ class Writer:
                 start = time.perf_counter()
                 answers = self._with_room(submissions)
             except UndoneError as undone:
-                undone.submission.done.set_exception(without_traceback(undone.error))
+                self._fail(undone.submission, undone.error)
                 submissions = [one for one in submissions if one is not undone.submission]
                 half = len(submissions) // 2  # if all fail, the writer tries each a few times only
                 self._make(submissions[:half])
@@ -150,22 +134,38 @@ class Writer:
             except Exception as error:
                 if len(submissions) == 1:
                     client_error = as_client_error(error, self._env.path, self._env.max_bytes)
-                    submissions[0].done.set_exception(without_traceback(client_error))
+                    self._fail(submissions[0], client_error)
                     return
                 for submission in submissions:  # there may be no room for all, or one request may be at fault
                     self._make([submission])
                 return
             else:
                 failpoints.hit("committed")
-                self._committed(sum(not one.is_fold for one in submissions), time.perf_counter() - start)
-                for submission, answer in zip(submissions, answers, strict=True):
-                    if isinstance(answer, Outcome):
-                        settle(submission.done, answer)
-                    else:
-                        submission.done.set_exception(answer)
+                made = [*zip(submissions, answers, strict=True)]
+                self._committed(sum(one.is_ended_by(each) for one, each in made), time.perf_counter() - start)
+                for submission, answer in made:
+                    self._answer(submission, answer)
                 return
 
-    def _with_room(self, submissions: list[Submission]) -> list[Outcome | GradserveError]:
+    def _answer(self, submission: Submission, answer: Answer) -> None:
+        if isinstance(answer, Outcome):
+            settle(submission.done, answer)
+        elif isinstance(answer, Draft):
+            self._make_later(submission._replace(draft=answer))
+        else:
+            self._fail(submission, answer)
+
+    def _fail(self, submission: Submission, error: Exception) -> None:
+        submission.done.set_exception(without_traceback(error))
+        for forgetting in submission.forgetting():
+            self._make_later(forgetting)
+
+    def _make_later(self, submission: Submission) -> None:
+        """Make the request in a transaction after this one; at once if the store closes."""
+        if not self._batches.put(submission):
+            self._make([submission])
+
+    def _with_room(self, submissions: list[Submission]) -> list[Answer]:
         """Make the requests, and try once more if there was no room and there may be room now."""
         try:
             return self._transact(submissions)
@@ -178,20 +178,20 @@ class Writer:
         cause = error.error if isinstance(error, UndoneError) else error
         return isinstance(as_client_error(cause, self._env.path, self._env.max_bytes), StoreFull)
 
-    def _transact(self, submissions: list[Submission]) -> list[Outcome | GradserveError]:
-        answers: list[Outcome | GradserveError] = []
+    def _transact(self, submissions: list[Submission]) -> list[Answer]:
+        answers: list[Answer] = []
         now, room = self._clock(), UNLIMITED
         with self._changing() as changes:
+            changes.most_bytes = self._batches.most_now()
             if now >= self._next_due:
                 changes.close_due(now, MOST_CLOSED)
                 self._next_due = changes.first_due()
             for submission in submissions:
                 before = changes.writes - changes.expired
                 try:
-                    request = resolved(changes, submission.request, submission.namespace)
-                    outcome = make(changes, request, submission.namespace, now)
-                    answers.append(outcome)
-                    room = min(room, room_for(request, outcome, self._env.max_bytes))
+                    answer, most = submission.make(changes, now, self._env.max_bytes)
+                    answers.append(answer)
+                    room = min(room, most)
                 except GradserveError as error:
                     if changes.writes - changes.expired > before:
                         raise UndoneError(submission, error) from None

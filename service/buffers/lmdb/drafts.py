@@ -1,0 +1,136 @@
+"""A large part of a push, which several transactions write: others have their turns between them.
+
+What is written belongs to a push with a name of its own, and is staged there, until the last transaction makes the
+request: then the part has it. After a crash the store forgets that push in its time.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from service.buffers.batches import COST_OF_BUFFER
+from service.buffers.changes import Add
+from service.buffers.gradients import Dense, Gradient, Rows, stored_bytes
+from service.buffers.lmdb.sums import is_sum, may_be_sum
+from service.buffers.lmdb.transaction import LmdbTransaction
+from service.buffers.lmdb.value_writer import Written
+from service.buffers.parts import Forget, make, to_stage
+from service.buffers.perform import Outcome, Request
+from service.buffers.pushes import DRAFT, Part, Push, PushName, Staged, StagedPart
+from service.buffers.staging import Admitted
+from service.dtypes import Array
+from service.kernels.gather import GatheredRows
+
+
+class Draft(NamedTuple):
+    """The arrays of a part, their values, and whether each is its sum with zeros, as far as it is written."""
+
+    name: PushName
+    arrays: Sequence[Array]
+    values: Sequence[int]
+    are_sums: Sequence[bool]
+    at: int = 0
+    """The first array that is not completely written."""
+    done: int = 0
+    """How many of its bytes are."""
+
+    @property
+    def is_written(self) -> bool:
+        return self.at == len(self.arrays)
+
+    @property
+    def written(self) -> dict[int, Written]:
+        found = zip(self.arrays, self.values, self.are_sums, strict=True)
+        return {id(array): Written(value, is_sum) for array, value, is_sum in found}
+
+
+def make_some(
+    txn: LmdbTransaction, draft: Draft | None, request: Request, namespace: str, now: float
+) -> Outcome | Draft:
+    """Make a request as `make` does, or return the draft with what this transaction may write of its part."""
+    draft = _next(txn, draft, request, now)
+    if draft is not None and not draft.is_written:
+        return draft
+    if draft is not None:
+        txn.put_push(draft.name, None)
+        txn.values.written = draft.written
+    outcome = make(txn, request, namespace, now)
+    for written in txn.values.written.values():  # the part was refused, or another request has staged it
+        txn.free_staged([[written.value]])
+    txn.values.written = {}
+    return outcome
+
+
+def forgetting(draft: Draft) -> Request:
+    """Return the request that frees what a draft has written."""
+    caller, name = draft.name
+    return Request([Forget()], part=Part(name, 0, 1, caller, bytes(16), 0.0))
+
+
+def _next(txn: LmdbTransaction, draft: Draft | None, request: Request, now: float) -> Draft | None:
+    """Write what this transaction may of a part, behind what the draft has. Return the draft with it.
+
+    Return None if the whole request should be made at once: it is small, the store has forgotten its draft, or it is
+    refused or repeated, as far as that can be said without a look at the numbers. Raises `StoreFull`.
+    """
+    if draft is not None:
+        return _written(txn, draft) if txn.push(draft.name) is not None else None
+    if request.part is None or _size(request) <= txn.most_bytes:
+        return None
+    adds = to_stage(txn, request.part, request.changes, now)
+    return None if adds is None else _written(txn, _begun(txn, request.part, adds, now))
+
+
+def _size(request: Request) -> int:
+    """Return about how many bytes the gradients of a part have."""
+    return sum(_nbytes(change.gradient) for change in request.changes if isinstance(change, Add))
+
+
+def _nbytes(gradient: Array | Gradient | Rows) -> int:
+    if isinstance(gradient, np.ndarray):
+        return gradient.nbytes
+    return gradient.rows.nbytes if isinstance(gradient, Rows) else stored_bytes(gradient)
+
+
+def _begun(txn: LmdbTransaction, part: Part, adds: Admitted, now: float) -> Draft:
+    """Return a draft that has nothing yet, but has its room from now on. Raises `StoreFull`."""
+    found = {id(array): (array, may_be_sum) for array, may_be_sum in _arrays(adds)}
+    arrays = [array for array, _ in found.values()]
+    size = sum(array.nbytes for array in arrays)
+    txn.admit_part(part.caller, size)
+    draft = Draft(
+        (part.caller, DRAFT + secrets.token_hex(16)),
+        arrays,
+        [txn.values.new_id() for _ in arrays],
+        [may_be_sum for _, may_be_sum in found.values()],
+    )
+    staged = {"": Staged(0, [draft.values], size)}
+    txn.put_push(draft.name, Push.of(part, now).with_part(part.number, StagedPart("", staged, {})))
+    return draft
+
+
+def _arrays(adds: Admitted) -> Iterator[tuple[Array, bool]]:
+    """Yield the arrays that can be written piece by piece, and whether each may become the sum of its buffer."""
+    for _, add, record in adds:
+        gradient = add.onto(record.spec)
+        assert isinstance(gradient, Dense | GatheredRows)
+        array = gradient.array if isinstance(gradient, Dense) else gradient.grad
+        if add.counts and array.flags.c_contiguous:
+            yield array, isinstance(gradient, Dense) and may_be_sum(record.spec, array)
+
+
+def _written(txn: LmdbTransaction, draft: Draft) -> Draft:
+    """Write up to `most_bytes` of the draft's arrays."""
+    txn.writes += 1
+    at, done, are_sums, left = draft.at, draft.done, [*draft.are_sums], txn.most_bytes
+    while left > 0 and at < len(draft.arrays):
+        array = draft.arrays[at]
+        end = txn.values.append(draft.values[at], array, done, left)
+        are_sums[at] = are_sums[at] and is_sum(array, done, end)
+        left -= end - done + COST_OF_BUFFER
+        at, done = (at, end) if end < array.nbytes else (at + 1, 0)
+    return draft._replace(at=at, done=done, are_sums=are_sums)
