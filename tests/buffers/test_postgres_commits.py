@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from concurrent.futures import Future
@@ -208,6 +209,25 @@ def test_a_staged_blob_that_nobody_takes_is_swept(schema: Schema, monkeypatch: p
     until(lambda: schema.ask("select count(distinct blob) from chunks") == [(2,)], "a freed blob is not swept")
     assert (value(store, "w") == 1).all()
     assert schema.faults() == []
+
+
+def test_a_long_round_of_the_janitor_does_not_put_off_the_next(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is freed meanwhile fills the disk. The first round fails after a while, the second deletes long."""
+    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.05)
+    began: list[float] = []
+
+    def sweep(_: object) -> bool:
+        began.append(time.monotonic())
+        if len(began) < 3:
+            time.sleep(0.5)
+        if len(began) == 1:
+            raise StoreFailed("The database is silent")
+        return False
+
+    monkeypatch.setattr(janitor.Janitor, "_sweep", sweep)
+    schema.open()
+    until(lambda: len(began) >= 3, "the janitor rests")
+    assert max(late - early for early, late in itertools.pairwise(began)) < 0.5 * janitor.ROUNDS_AT_REST
 
 
 def test_keys_go_with_their_partitions(schema: Schema, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:

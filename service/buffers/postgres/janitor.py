@@ -24,7 +24,7 @@ ROUND_SECONDS = 5.0
 """The shortest pause between rounds."""
 
 ROUNDS_AT_REST = 20
-"""The janitor rests twenty times as long as its last round took: it counts all keys and deltas."""
+"""The janitor rests twenty times as long as it has counted all keys and deltas. Its deletes are no reason to rest."""
 
 TURN_SECONDS = 1
 """How long the janitor waits for a lock before which all adds wait: it tries again in the next round."""
@@ -80,12 +80,13 @@ class Janitor:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            began = time.monotonic()
+            pause = ROUND_SECONDS
             try:
                 self._round()
+                pause = max(pause, ROUNDS_AT_REST * self._count())
             except Exception as error:  # the thread outlives what it cannot do
                 logger.warning("The store's janitor goes on later: %s", " ".join(str(error).split()))
-            self._closed.wait(max(ROUND_SECONDS, ROUNDS_AT_REST * (time.monotonic() - began)))
+            self._closed.wait(pause)
 
     def _round(self) -> None:
         with self._database.transaction() as connection:
@@ -99,9 +100,14 @@ class Janitor:
             pass
         while self._expire(now) and not self._closed.is_set():
             pass
+
+    def _count(self) -> float:
+        """Count the bytes in use. Return the seconds that this took."""
+        began = time.monotonic()
         self._used = self.used()
         with self._database.transaction() as connection:
             self._key_bytes = dict(connection.ask(KEY_BYTES(BYTES_PER_KEY)))
+        return time.monotonic() - began
 
     def _sweep(self) -> bool:
         """Delete some unowned blobs. Return whether there may be more."""
