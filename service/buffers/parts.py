@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 from service.buffers.changes import Add, Change
 from service.buffers.names import BufferName
@@ -21,7 +22,7 @@ from service.buffers.staging import (
     staged_part,
 )
 from service.buffers.transaction import Transaction
-from service.errors import GradserveError
+from service.errors import GradserveError, shown
 
 
 class Forget(Change):
@@ -108,7 +109,7 @@ def _admitted(
     admitted = []
     for change in changes:
         if isinstance(change, Refused):
-            raise change.error
+            raise copy(change.error)  # the store may make the request again, and the error gets a further sentence
         assert isinstance(change, Add)
         name = BufferName(part.caller, change.name)
         try:
@@ -167,6 +168,7 @@ def _refused(txn: Transaction, part: Part, push: Push, error: GradserveError) ->
     """Drop the push, so that all its later parts get the error. A fault of the server does not drop the push."""
     if error.status >= 500:
         raise error
+    error.detail += f". The push {shown(part.push)} is dropped: it counts nowhere, and its later parts get this error"
     free_staged(txn, push)
     txn.put_push(part.name, push.refused(error))
     return Outcome({}, refusal=error)

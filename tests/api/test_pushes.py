@@ -133,7 +133,7 @@ def test_a_part_with_a_wrong_tensor_drops_the_push(
 ) -> None:
     push(client, name, 1, {f"{name}b": 1})
     gradients = {f"{name}{one}": gradient for one, gradient in gradients.items()}
-    problem = assert_problem(push(client, name, 2, gradients), status, code)
+    problem = assert_problem(push(client, name, 2, gradients), status, code, f"The push '{name}' is dropped")
     for number, tensors in ((2, {f"{name}a": 1}), (1, {f"{name}b": 1})):
         assert assert_problem(push(client, name, number, tensors), status, code) == problem
     assert value(client, f"{name}b") == [0, 0]

@@ -67,7 +67,7 @@ def values_in(store: LmdbStore) -> int:
 
 
 def wait_for_folds(store: LmdbStore, values: int) -> None:
-    """Wait until nothing waits: the store has only so many values."""
+    """Wait until nothing waits: then the store has these values and no others."""
     end = time.monotonic() + PATIENCE
     while values_in(store) > values:
         assert time.monotonic() < end

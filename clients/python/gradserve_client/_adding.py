@@ -64,7 +64,7 @@ def pushed(call: Call[Receipts], sent: Sequence[tuple[Runner, Push]]) -> Receipt
     """Send a push to each of these servers, and return the receipts. Raises `GradserveError`."""
     begun = together([partial(staged, *each) for each in sent])
     if is_known(begun) and not any(one is True or is_spent(one) for one in begun):  # so no server has the push
-        begun = together([partial(staged_anew, *each, before) for each, before in zip(sent, begun, strict=True)])
+        begun = together([partial(staged_again, *each, before) for each, before in zip(sent, begun, strict=True)])
     unspent = [each for each, before in zip(sent, begun, strict=True) if is_known(begun) and not is_spent(before)]
     outcomes = [*errors_in(begun), *together([partial(completed, *each) for each in unspent])]
     try:
@@ -88,7 +88,7 @@ def staged(shard: Runner, push: Push) -> bool:
     return False
 
 
-def staged_anew(shard: Runner, push: Push, before: bool | Exception) -> bool:
+def staged_again(shard: Runner, push: Push, before: bool | Exception) -> bool:
     """Stage the gradients of a push in place of others under its id, if that was the outcome `before`."""
     if not isinstance(before, Exception):
         return before

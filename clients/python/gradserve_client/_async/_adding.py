@@ -66,7 +66,7 @@ async def pushed(call: Call[Receipts], sent: Sequence[tuple[AsyncRunner, Push]])
     """Send a push to each of these servers, and return the receipts. Raises `GradserveError`."""
     begun = await together([partial(staged, *each) for each in sent])
     if is_known(begun) and not any(one is True or is_spent(one) for one in begun):  # so no server has the push
-        begun = await together([partial(staged_anew, *each, before) for each, before in zip(sent, begun, strict=True)])
+        begun = await together([partial(staged_again, *each, before) for each, before in zip(sent, begun, strict=True)])
     unspent = [each for each, before in zip(sent, begun, strict=True) if is_known(begun) and not is_spent(before)]
     outcomes = [*errors_in(begun), *await together([partial(completed, *each) for each in unspent])]
     try:
@@ -90,7 +90,7 @@ async def staged(shard: AsyncRunner, push: Push) -> bool:
     return False
 
 
-async def staged_anew(shard: AsyncRunner, push: Push, before: bool | Exception) -> bool:
+async def staged_again(shard: AsyncRunner, push: Push, before: bool | Exception) -> bool:
     """Stage the gradients of a push in place of others under its id, if that was the outcome `before`."""
     if not isinstance(before, Exception):
         return before
