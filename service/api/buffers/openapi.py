@@ -75,7 +75,7 @@ STAGED: Answers = {
     202: {
         "description": "The part is staged; the push is not complete",
         "model": StagedParts,
-        "content": SAFETENSORS_CONTENT,
+        "content": {"application/json": {}, **SAFETENSORS_CONTENT},  # generated clients take the first
         "headers": _REPLAYED,
     },
 }

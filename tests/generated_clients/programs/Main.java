@@ -62,7 +62,7 @@ public class Main {
             if (receipt.getCount() != 1) throw new AssertionError("a retry counts twice");
         }
         add(buffers, name, gradient(3, 4), null);
-        show("take", buffers.take(name, 2L, null, null, null, null, null, null, null).getValue());
+        show("take", buffers.take(name, 2L, null, null, null, null, null, null, null, null).getValue());
 
         try {
             request.X(tensor(1));
