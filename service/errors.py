@@ -209,7 +209,7 @@ class NormTooLarge(Invalid, code="norm_too_large"):
 
 
 class KeyReused(Invalid, code="idempotency_key_reused"):
-    """Idempotency-Key reused for another request."""
+    """Key reused for another request."""
 
 
 class Busy(GradserveError, status=429, code="busy"):
