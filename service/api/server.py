@@ -64,6 +64,7 @@ def create_app(settings: Settings) -> Application:
         open_inference.router,
         catalogue.routes(statistics),
         shared_memory.router,
+        shared_memory.cuda,
         routes.router,
         many.router,
         pushes.router,

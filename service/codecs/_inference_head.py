@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from service.codecs._bytes import count
 from service.codecs._headers import MAX_HEADER_VALUES, as_object, check_shape, load
-from service.codecs._parser import LISTS, OBJECTS, Body, Text
+from service.codecs._parser import LISTS, OBJECTS, Body, Text, without_mark
 from service.codecs.json import members_of, parse
 from service.codecs.parts import PARAMETERS, Part, part_of
 from service.dtypes import OPEN_INFERENCE, DType
@@ -29,8 +29,11 @@ MAX_LIST_ITEMS = 1 << 12
 MAX_QUOTATION_MARKS = 1 << 18
 """The most quotation marks in JSON that may have bare NaN and infinities: it is cut at each, in up to 0.5 us."""
 
-_OF_OUTPUTS = PARAMETERS | {"binary_data", "content_type"}
-"""The parameters that an output may have. MLServer decodes by content_type, which is ignored."""
+_OF_OUTPUTS = PARAMETERS | {"binary_data"}
+"""The parameters that an output may have."""
+
+_OF_MLSERVER = ("content_type", "headers")
+"""Parameters that MLServer's clients send with anything, mostly as null. They are ignored."""
 
 _DTYPES: dict[Any, DType] = {name: dtype for dtype, name in OPEN_INFERENCE.items()}
 
@@ -71,7 +74,7 @@ def read_head(text: Text, has_length: bool) -> RequestHead:
     except MalformedBody as error:
         error.detail += _about_length(text.body, has_length)
         raise
-    parameters = dict(_parameters_of(document, "parameters"))
+    parameters = _parameters_of(document, "parameters")
     identity = document.get("id")
     if identity is not None and not isinstance(identity, str):
         raise MalformedBody(f"id is {shown(identity)}, but must be a string")
@@ -116,7 +119,7 @@ def _about_length(text: Body, has_length: bool) -> str:
 
 def _parse(text: Text) -> dict[str, Any]:
     if len(text.body) <= SMALL_JSON_BYTES:
-        return as_object(load(text.body, "The request"), "The request")
+        return as_object(load(without_mark(text.body), "The request"), "The request")
     try:
         return as_object(_unpack(parse(text), iter(range(MAX_HEADER_VALUES))), "The request")
     except RecursionError:
@@ -196,9 +199,10 @@ def _read_output(entry: Mapping[str, Any], binary: bool) -> tuple[str, bool, Par
 
 
 def _parameters_of(entry: Mapping[str, Any], title: str) -> dict[str, Any]:
-    """Return the parameters of a request, an input or an output. Null is absence."""
+    """Return the parameters of a request, an input or an output. Null is absence, also of one parameter."""
     parameters = entry.get("parameters")
-    return {} if parameters is None else as_object(parameters, title)
+    given = {} if parameters is None else as_object(parameters, title)
+    return {name: value for name, value in given.items() if value is not None and name not in _OF_MLSERVER}
 
 
 def _as_objects(value: Any, title: str) -> list[dict[str, Any]]:

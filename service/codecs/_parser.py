@@ -60,6 +60,11 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _thread = threading.local()
 
 
+def without_mark(body: Body) -> bytes:
+    """Return JSON without the byte order mark that some programs of Windows write before it."""
+    return bytes(body).removeprefix(_BYTE_ORDER_MARK)
+
+
 def parsed(body: Body) -> Any:
     """Parse JSON; the lists are of `LISTS`, and the objects of `OBJECTS`.
 
@@ -85,7 +90,7 @@ def _parser(body: Body) -> simdjson.Parser:
 
 
 def _parse_with_orjson(text: bytes) -> Any:
-    value = orjson.loads(text.removeprefix(_BYTE_ORDER_MARK))
+    value = orjson.loads(without_mark(text))
     members = _members_of(value, hidden=False)
     if count(text, b":") == members and b"\\" not in text:  # no string has a colon
         return value

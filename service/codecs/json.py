@@ -23,6 +23,7 @@ from service.codecs._lists import NONFINITE, ListReader, is_empty, shape_of
 from service.codecs._parser import LISTS, OBJECTS, TEXT_COPIES, VALUE_BYTES, Body, parsed
 from service.codecs._parser import Pairs as Pairs
 from service.codecs._parser import Text as Text
+from service.codecs._parser import without_mark as without_mark
 from service.dtypes import NAMES, Array, DType
 from service.errors import BodyTooLarge, InvalidTensor, MalformedBody, shown
 from service.limits import Limits

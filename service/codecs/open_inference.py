@@ -172,14 +172,15 @@ def encode(
     tensors: Mapping[str, Array],
     binary: Collection[str],
     parameters: Mapping[str, str] | None = None,
-    parts: Mapping[str, Part] | None = None,
+    shared: Collection[str] = (),
 ) -> tuple[list[bytes | memoryview], int | None]:
     """Return the pieces of an answer, and the length of its JSON, or None if no bytes follow the JSON.
 
-    The outputs named in `binary` are bytes, except those in `parts`, which are in shared memory. Raises
-    `InvalidTensor` for BF16 in a list.
+    The outputs named in `binary` are bytes, except those named in `shared`, which are in shared memory: as in Triton's
+    answers, they have no parameters, which NVIDIA's C++ client reads as those of bytes. Raises `InvalidTensor` for BF16
+    in a list.
     """
-    if identity is None and not parameters and not parts and 0 < len(tensors) == len(binary):
+    if identity is None and not parameters and not shared and 0 < len(tensors) == len(binary):
         layout = [(name, OPEN_INFERENCE[tensor.dtype], tensor.shape, tensor.nbytes) for name, tensor in tensors.items()]
         header = _cached_header(model, tuple(layout))
         return [header, *map(bytes_of, tensors.values())], len(header)
@@ -193,8 +194,8 @@ def encode(
         entry: dict[str, Any] = {"name": name, "datatype": OPEN_INFERENCE[tensor.dtype], "shape": tensor.shape}
         if number:
             pieces.append(b",")
-        if parts and name in parts:
-            pieces.append(orjson.dumps({**entry, "parameters": parts[name].as_parameters()}))
+        if name in shared:
+            pieces.append(orjson.dumps(entry))
         elif name in binary:
             blobs.append(bytes_of(tensor))
             pieces.append(orjson.dumps({**entry, "parameters": {"binary_data_size": len(blobs[-1])}}))

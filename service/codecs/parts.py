@@ -25,11 +25,6 @@ class Part(NamedTuple):
     offset: int
     size: int
 
-    def as_parameters(self) -> dict[str, Any]:
-        """Return the parameters of a tensor in this part."""
-        offset = {_OFFSET: self.offset} if self.offset else {}
-        return {_REGION: self.region, **offset, _SIZE: self.size}
-
 
 class SharedInput(NamedTuple):
     """An input whose bytes are in shared memory."""

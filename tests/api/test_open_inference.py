@@ -29,6 +29,9 @@ def listed(name: str, data: Any, datatype: str = "FP32") -> dict[str, Any]:
 INPUTS = [listed("gradient_buffer", [1, 2]), listed("gradient", [10, 20])]
 
 
+RELU_INPUTS = [listed("dY", [1, 2]), listed("X", [1, 0])]
+
+
 def assert_error(answer: httpx.Response, status: int, *words: str) -> None:
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
@@ -201,6 +204,31 @@ def test_a_request_may_be_written_for_mlserver(client: httpx.Client) -> None:
     assert client.post(RELU, json=request).json()["outputs"] == expected
     for outputs in (None, [{"name": "dX", "parameters": None}]):
         assert client.post(RELU, json={**request, "parameters": None, "outputs": outputs}).json()["outputs"] == expected
+
+
+NULLS: dict[str, Any] = {
+    "of the request": {"parameters": {"content_type": "np", "headers": None}},
+    "headers of the request": {"parameters": {"headers": {"x-id": "1"}}},
+    "of an attribute": {"parameters": {"axis": None, "foo": None, "into": None, "binary_data_output": None}},
+    "of an output": {"outputs": [{"name": "dX", "parameters": {"content_type": "np", "headers": None}}]},
+    "of an output's form": {"outputs": [{"name": "dX", "parameters": {"binary_data": None, "foo": None}}]},
+    "of an output's place": {"outputs": [{"name": "dX", "parameters": {"shared_memory_region": None}}]},
+    "headers of an output": {"outputs": [{"name": "dX", "parameters": {"headers": {"x-id": "1"}}}]},
+    "of an input": {"inputs": [{**one, "parameters": {"content_type": "np", "headers": None}} for one in RELU_INPUTS]},
+}
+
+
+@pytest.mark.parametrize("case", NULLS)
+def test_a_parameter_that_is_null_is_absent(client: httpx.Client, case: str) -> None:
+    """MLServer's `InferenceRequest.dict()` writes null for each parameter that has no value."""
+    answer = client.post(RELU, json={"inputs": RELU_INPUTS, **NULLS[case]})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["outputs"] == [listed("dX", [1.0, 0.0])]
+
+
+def test_a_parameter_that_is_not_null_must_be_known(client: httpx.Client) -> None:
+    for more in ({"parameters": {"foo": 1}}, {"outputs": [{"name": "dX", "parameters": {"foo": 1}}]}):
+        assert_error(client.post(RELU, json={"inputs": RELU_INPUTS, **more}), 400, "'foo'")
 
 
 def test_empty_tensors_need_no_data(client: httpx.Client) -> None:

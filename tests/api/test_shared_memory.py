@@ -33,6 +33,8 @@ from tests.test_contract import EVERY, assert_same, example
 
 pytestmark = pytest.mark.skipif(not OBJECTS.is_dir(), reason="needs /dev/shm")
 
+CUDA = "/v2/cudasharedmemory"
+
 LIMITS: dict[str, Any] = {"threads": 2, "max_tensor_bytes": 32 << 20, "max_bytes_in_flight": 1 << 20}
 
 
@@ -143,14 +145,8 @@ def test_every_tensor_may_be_in_shared_memory(call: Call, regions: Regions, oper
         one.set_shared_memory("out", 512, 512 * number)
     result = call("infer", operator.name, described, outputs=asked)
     for number, (name, output) in enumerate(operator(tensors, {}).items()):
-        answered = result.get_output(name)
-        place = {"shared_memory_offset": 512 * number} if number else {}
-        assert answered == {
-            "name": name,
-            "datatype": OPEN_INFERENCE[output.dtype],
-            "shape": list(output.shape),
-            "parameters": {"shared_memory_region": "out", **place, "shared_memory_byte_size": 512},
-        }
+        answered = {"name": name, "datatype": OPEN_INFERENCE[output.dtype], "shape": list(output.shape)}
+        assert result.get_output(name) == answered  # as Triton answers: its C++ client takes no more
         written = shm.get_contents_as_numpy(wanted, np.uint8, [output.nbytes], 512 * number)
         assert written.tobytes() == output.tobytes()
         del written  # else the memory could not be unmapped
@@ -190,9 +186,23 @@ def test_small_and_large_tensors(http: httpx.Client, objects: Callable[..., Obje
     for _ in range(3):
         answer = http.post(RELU, json=relu(elements))
         assert answer.status_code == 200, answer.text
-        assert answer.json()["outputs"][0]["parameters"] == region("r", size, 2 * size)
+        assert answer.json()["outputs"] == [{"name": "dX", "datatype": "FP32", "shape": [elements]}]
     assert np.array_equal(made.array(2 * size), expected(both))
     wait_until(lambda: in_flight(http.base_url, "_bytes") == 0)
+
+
+def test_the_client_finds_no_region_of_cuda(call: Call, regions: Regions) -> None:
+    """NVIDIA's examples and its perf_analyzer begin with these calls, also where there is no GPU."""
+    regions("r", 100)
+    call("unregister_cuda_shared_memory")
+    call("unregister_cuda_shared_memory", "r")
+    assert [one["name"] for one in call("get_system_shared_memory_status")] == ["r"]
+    assert call("get_cuda_shared_memory_status") == []
+    assert "cuda_shared_memory" not in call("get_server_metadata")["extensions"]
+    with pytest.raises(InferenceServerException, match="There is no region 'r' of CUDA"):
+        call("get_cuda_shared_memory_status", "r")
+    with pytest.raises(InferenceServerException, match="This server has no CUDA; register 'r' at /v2/system"):
+        call("register_cuda_shared_memory", "r", b"handle", 0, 100)
 
 
 # ----- off, keys, memory -----
@@ -205,6 +215,10 @@ def every_use(http: httpx.Client, key: str) -> Iterator[httpx.Response]:
     yield register(http, "s", key, 96)
     for path in ("region/r/unregister", "unregister"):
         yield http.post(f"{SHARED}/{path}")
+    for path in ("status", "region/r/status"):
+        yield http.get(f"{CUDA}/{path}")
+    for path in ("region/r/register", "region/r/unregister", "unregister"):
+        yield http.post(f"{CUDA}/{path}", json={"raw_handle": {"b64": ""}, "device_id": 0, "byte_size": 4})
     for request in (relu(8), {"inputs": [], "outputs": relu(8)["outputs"]}):
         yield http.post(RELU, json=request)
 

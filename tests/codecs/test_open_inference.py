@@ -361,22 +361,20 @@ def test_parts_of_shared_memory(padding: bytes) -> None:
     assert {name: a.tolist() for name, a in request.tensors.items()} == {"b": [0]}
     assert (request.outputs, request.parts) == ({"x": True, "y": False, "z": True}, {"x": part})
     ones = np.ones(1, np.float32)
-    pieces, length = codec.encode("m", None, {"x": ones, "y": ones, "z": ones}, ["x", "z"], parts=request.parts)
+    pieces, length = codec.encode("m", None, {"x": ones, "y": ones, "z": ones}, ["x", "z"], shared=request.parts)
     body = b"".join(pieces)
     assert body[length:] == ones.tobytes()
     assert json.loads(body[:length])["outputs"] == [
-        one("x", shape=[1], **shared()),
+        one("x", shape=[1]),
         one("y", shape=[1], data=[1.0]),
         one("z", shape=[1], **size(4)),
     ]
 
 
 def test_an_answer_whose_outputs_are_all_in_shared_memory_is_only_json() -> None:
-    part = {"x": Part("r", 0, 8)}
-    pieces, length = codec.encode("m", None, {"x": np.ones(2, np.float32)}, ["x"], parts=part)
+    pieces, length = codec.encode("m", None, {"x": np.ones(2, np.float32)}, ["x"], shared=["x"])
     assert length is None
-    parameters = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
-    assert json.loads(b"".join(pieces))["outputs"] == [one("x", shape=[2], parameters=parameters)]
+    assert json.loads(b"".join(pieces))["outputs"] == [one("x", shape=[2])]
 
 
 def test_two_inputs_of_one_name_in_shared_memory() -> None:
@@ -400,6 +398,10 @@ def test_null_is_absence(padding: bytes) -> None:
     assert (request.id, request.parameters, request.outputs) == (None, {}, {"x": False})
     assert {name: a.tolist() for name, a in request.tensors.items()} == {"a": [1], "b": [0]}
     assert decode(json.dumps({**text, "outputs": None}).encode() + padding, F).outputs is None
+    nulls = {"parameters": {"binary_data_output": None, "axis": None, "headers": {"of": "MLServer"}, "alpha": 2}}
+    outputs = [{"name": "x", "parameters": {"binary_data": None, "more": None, "content_type": "np"}}]
+    request = decode(json.dumps({**text, **nulls, "outputs": outputs}).encode() + padding, F)
+    assert (request.parameters, request.outputs, request.binary) == ({"alpha": 2}, {"x": False}, False)
 
 
 @EITHER_READER
@@ -606,7 +608,6 @@ def test_what_is_asked_for(padding: bytes) -> None:
     ("more", "words"),
     [
         ({"parameters": {"binary_data_output": 1}}, "binary_data_output is 1, but must be true or false"),
-        ({"parameters": {"binary_data_output": None}}, "binary_data_output is null"),
         ({"outputs": [{"name": "x", "parameters": {"binary_data": "yes"}}]}, "binary_data is 'yes'"),
         ({"outputs": [{"name": "x", "parameters": {"classification": 3}}]}, "x has the parameter 'classification'"),
         (

@@ -60,7 +60,7 @@ class Received(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """Whether the body is blank or an empty object."""
-        return len(self.body) <= MAX_EMPTY_BYTES and bytes(self.body).strip() in (b"", b"{}")
+        return len(self.body) <= MAX_EMPTY_BYTES and json_codec.without_mark(self.body).strip() in (b"", b"{}")
 
 
 async def receive(call: Call, *, changes: bool = True) -> Received:
@@ -127,7 +127,7 @@ def _text(received: Received, max_bytes: int, max_elements: int, members: Collec
         raise MalformedBody(
             f"The body is empty, so not JSON; it must be an object with the members {', '.join(members)}"
         )
-    text = bytes(received.body)
+    text = json_codec.without_mark(received.body)
     if text.count(b",") + text.count(b"[") > max_elements:  # 8 million empty lists took seconds
         raise Invalid(f"The body has more than {max_elements} elements and lists, the limit")
     return text

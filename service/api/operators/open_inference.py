@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +22,7 @@ from service.api.operators.protocol_models import BufferParameters
 from service.api.operators.run import Result, is_small, run
 from service.api.operators.shared_memory import SCOPE, read_inputs
 from service.codecs import open_inference as codec
-from service.codecs.parts import Part, SharedInput
+from service.codecs.parts import SharedInput
 from service.dtypes import DTYPES
 from service.errors import Invalid, InvalidParameter, MalformedBody, UnknownOperator, UnknownParameter, shown
 from service.kernels import Operator
@@ -35,8 +35,8 @@ VERSION = "1"
 
 HEADER_LENGTH = b"inference-header-content-length"
 
-_IGNORED = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "content_type"})
-"""Parameters of Triton's scheduler and of MLServer, which clients may set for any model."""
+_IGNORED = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"})
+"""Parameters of Triton's scheduler, which clients may set for any model."""
 
 MAX_PARAMETER_CHARACTERS = 1 << 12
 """Characters of a parameter that is text: a name of a buffer for each tensor of an operator takes 2,500."""
@@ -49,8 +49,8 @@ class Reply(NamedTuple):
     binary: Sequence[str]
     is_text: bool
     """Whether any output travels as text."""
-    parts: Mapping[str, Part] = {}
-    """Where outputs went in shared memory."""
+    shared: Collection[str] = ()
+    """The outputs that went to shared memory."""
 
 
 Decoded: TypeAlias = tuple[Job, Reply, Mapping[str, SharedInput]]
@@ -147,7 +147,7 @@ def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> tuple[J
 def _encode(call: Call, operator: Operator, result: Result, reply: Reply) -> Answer:
     began = time.perf_counter_ns()
     parameters = receipts_text(result.receipts) if result.receipts else {}
-    pieces, length = codec.encode(operator.name, reply.id, result.outputs, reply.binary, parameters, reply.parts)
+    pieces, length = codec.encode(operator.name, reply.id, result.outputs, reply.binary, parameters, reply.shared)
     if length is None:
         answer = Answer(pieces, JSON, result.fields).coded(result.coding)
     else:

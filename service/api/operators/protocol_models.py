@@ -127,6 +127,12 @@ Bytes = Annotated[int, Field(ge=0)]
 _BUFFERS = ["dW:gru.W"]
 
 
+class BinaryParameters(TypedDict, total=False):
+    """How a tensor travels, if it is bytes."""
+
+    binary_data_size: Annotated[Bytes, Field(description="Bytes of the tensor after the JSON.")]
+
+
 class SharedParameters(TypedDict, total=False):
     """Where a tensor is in shared memory."""
 
@@ -137,20 +143,29 @@ class SharedParameters(TypedDict, total=False):
     ]
 
 
-class TensorParameters(SharedParameters, total=False):
-    """Where the elements of a tensor are, if they are not its data."""
-
-    binary_data_size: Annotated[Bytes, Field(description="Bytes of the tensor after the JSON.")]
+class TensorParameters(BinaryParameters, SharedParameters):
+    """Where the elements of an input are, if they are not its data."""
 
 
-class InferTensor(TypedDict):
-    """An input or output."""
-
+class _Tensor(TypedDict):
     name: str
     shape: list[Bytes]
     datatype: Literal[tuple(OPEN_INFERENCE.values())]  # type: ignore[valid-type]
+    data: NotRequired[
+        Annotated[list[Any], Field(description="Its elements, flat or nested, unless it is bytes or in shared memory.")]
+    ]
+
+
+class InferTensor(_Tensor):
+    """An input."""
+
     parameters: NotRequired[Annotated[dict[str, Any] | None, _inline(TensorParameters, "null")]]
-    data: NotRequired[Annotated[list[Any], Field(description="Its elements, flat or nested, unless it is bytes.")]]
+
+
+class InferOutput(_Tensor):
+    """An output. In shared memory it has neither data nor parameters."""
+
+    parameters: NotRequired[Annotated[dict[str, Any], _inline(BinaryParameters)]]
 
 
 class OutputParameters(SharedParameters, total=False):
@@ -226,4 +241,4 @@ class InferAnswer(TypedDict):
     model_name: str
     model_version: str
     parameters: NotRequired[Annotated[dict[str, Any], _inline(AnswerParameters)]]
-    outputs: list[InferTensor]
+    outputs: list[InferOutput]

@@ -19,13 +19,16 @@ from service.api.http.routing import access, body
 from service.api.operators.job import Job
 from service.codecs.parts import MAX_BYTES, Part, SharedInput, bytes_for
 from service.dtypes import Array
-from service.errors import GradserveError, NotFound
+from service.errors import GradserveError, NotFound, RegionUnusable, UnknownRegion, shown
 from service.host.shared_memory import Region, Regions
 
 SCOPE = "shared_memory"
 """The scope of an API key for tensors in shared memory."""
 
 router = APIRouter(prefix="/v2/systemsharedmemory", tags=["open inference protocol"])
+
+cuda = APIRouter(prefix="/v2/cudasharedmemory", include_in_schema=False)
+"""Triton's extension for the memory of GPUs, which clients of NVIDIA call on any server. Here it never has a region."""
 
 MAX_REGION_BYTES = 1 << 16
 """Bytes of the body that describes a region."""
@@ -93,6 +96,39 @@ async def unregister_region(call: CurrentCall, name: str) -> Answer:
 async def unregister_regions(call: CurrentCall) -> Answer:
     """All regions of the caller's namespace."""
     regions_of(call).unregister(call.caller.namespace)
+    return Answer()
+
+
+@cuda.get("/status")
+@access(SCOPE)
+async def cuda_regions(call: CurrentCall) -> JsonAnswer[list[RegionStatus]]:
+    """No regions."""
+    regions_of(call)
+    return JsonAnswer([])
+
+
+@cuda.get("/region/{name}/status")
+@access(SCOPE)
+async def cuda_region(call: CurrentCall, name: str) -> Answer:
+    """Raise `UnknownRegion`."""
+    regions_of(call)
+    raise UnknownRegion(f"There is no region {shown(name)} of CUDA; this server has none")
+
+
+@cuda.post("/region/{name}/register")
+@access(SCOPE)
+async def register_cuda_region(call: CurrentCall, name: str) -> Answer:
+    """Raise `RegionUnusable`."""
+    regions_of(call)
+    raise RegionUnusable(f"This server has no CUDA; register {shown(name)} at {router.prefix}")
+
+
+@cuda.post("/unregister")
+@cuda.post("/region/{name}/unregister")
+@access(SCOPE)
+async def unregister_cuda_regions(call: CurrentCall) -> Answer:
+    """Nothing is left to do."""
+    regions_of(call)
     return Answer()
 
 
