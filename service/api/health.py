@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import PlainTextResponse
 from typing_extensions import TypedDict
 
@@ -76,6 +76,6 @@ def routes(metrics: Metrics) -> APIRouter:
         metrics.set(WAITING, call.engine.pool.waiting())
         metrics.gauges = await call.look_up(1, partial(_gauges, call.store, call.settings.store_bytes))
         with _reading_files():
-            return Answer([metrics.text()], CONTENT_TYPE_LATEST)
+            return Answer([metrics.text()], CONTENT_TYPE_PLAIN_0_0_4)  # every scraper reads it, whatever it asks for
 
     return router

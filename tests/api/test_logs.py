@@ -33,7 +33,7 @@ def test_each_request_is_one_line_of_json(tmp_path: Path, workers: int) -> None:
         assert answer.headers["x-request-id"] == "mine-1"
         given = {"traceparent": TRACE.replace("0af7", "<b>7")}
         made = httpx.get(f"{server.url}/v1/nothing", headers=given).headers["x-request-id"]
-        httpx.head(f"{server.url}/v1/ops")
+        httpx.head(f"{server.url}/v1/ops", headers=[("traceparent", TRACE), ("traceparent", TRACE)])
         found = [record for record in lines(server) if not record["path"].startswith("/v2/health")]
     # An answer is there before its line, and the next request may go to the other worker.
     first, second, third = sorted(found, key=lambda record: ("POST", "GET", "HEAD").index(record["method"]))
@@ -45,7 +45,7 @@ def test_each_request_is_one_line_of_json(tmp_path: Path, workers: int) -> None:
     assert first["bytes_sent"] == len(answer.content)
     assert second["bytes_sent"] > 100
     assert (second["status"], second["request_id"]) == (404, made)
-    assert "trace_id" not in second
+    assert "trace_id" not in second.keys() | third.keys()
     assert len(made) == 32
 
 

@@ -154,6 +154,19 @@ def test_each_span_names_its_worker_process(tmp_path: Path, collector: Collector
     assert set(found) <= set(workers)
 
 
+def test_a_list_in_several_lines_is_one(collector: Collector) -> None:
+    """W3C's recommendation wants the lines of tracestate joined. Of two traceparents, none is valid."""
+    parent, other = (("traceparent", f"00-{trace}-{PARENT}-01") for trace in (TRACE, TRACE[::-1]))
+    states = [("tracestate", "a=1"), ("tracestate", "b=2, c=3")]
+    with serving(tracing=True) as url:
+        for headers in ([parent, *states], [parent, other, *states]):
+            assert httpx.get(f"{url}/v1/ops", headers=headers).status_code == 200
+    one, two = (span for span, _, _ in collector.spans())
+    assert (one.trace_id.hex(), one.parent_span_id.hex(), one.trace_state) == (TRACE, PARENT, "a=1,b=2,c=3")
+    assert two.trace_id.hex() not in (TRACE, TRACE[::-1])
+    assert (two.parent_span_id, two.trace_state) == (b"", "")
+
+
 def test_no_secret_and_no_tensor_is_sent(tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("hidden")

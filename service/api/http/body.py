@@ -142,7 +142,7 @@ async def _collected(call: Call, patience: float) -> memoryview:
 
 def _check_transfer_coding(call: Call) -> None:
     """Raise `MalformedBody` for a transfer coding other than chunked."""
-    coding = b", ".join(call.lines(b"transfer-encoding")).decode("latin-1")
+    coding = call.joined(b"transfer-encoding")
     if coding.strip().lower() != "chunked":
         raise MalformedBody(
             f"Transfer-Encoding is {shown(coding)}, but must be chunked; to compress a body, use Content-Encoding"
@@ -151,7 +151,7 @@ def _check_transfer_coding(call: Call) -> None:
 
 def _coding_of(call: Call) -> str | None:
     """Return the coding of the body, gzip or deflate; None without a coding. Raises `UnsupportedMediaType`."""
-    coding = b", ".join(call.lines(b"content-encoding")).decode("latin-1").strip().lower()
+    coding = call.joined(b"content-encoding").strip().lower()
     if coding != "identity" and coding not in CODINGS:
         accepted = "identity, gzip, deflate"
         problem = f"Content-Encoding is {shown(coding)}, but must be one of {accepted}"

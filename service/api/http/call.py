@@ -125,6 +125,10 @@ class Call:
         """Return the values of all lines of a header, whose name is in lower case."""
         return [value for name, value in self.scope["headers"] if name == header]
 
+    def joined(self, header: bytes) -> str:
+        """Return the values of all lines of a header as one list (RFC 9110, 5.3)."""
+        return b", ".join(self.lines(header)).decode("latin-1")
+
     # ----- the services -----
 
     @cached_property

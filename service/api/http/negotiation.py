@@ -35,7 +35,7 @@ def media_types(call: Call) -> tuple[str, str]:
         sent = JSON  # an empty body may have any type: curl -d '' calls it a form
     if b"accept" not in call.headers:
         return sent, sent
-    accepted = b",".join(call.lines(b"accept")).decode("latin-1")
+    accepted = call.joined(b"accept")
     if accepted == "*/*" or not accepted.strip(" ,"):
         return sent, sent
     ranges = dict(map(_range, accepted.split(",")))
@@ -64,10 +64,9 @@ def wanted_coding(call: Call, encoding: json_codec.Encoding | None) -> str | Non
     with every request, but to compress takes longer than to send. So a client gets the only coding besides identity
     that its Accept-Encoding names.
     """
-    header = call.headers.get(b"accept-encoding")
-    if header is None or encoding != "list":
+    if encoding != "list" or b"accept-encoding" not in call.headers:
         return None
-    ranges = dict(map(_range, header.decode("latin-1").split(",")))
+    ranges = dict(map(_range, call.joined(b"accept-encoding").split(",")))
     named = [name for name, (weight, _) in ranges.items() if weight > 0 and name not in ("", "identity")]
     return named[0] if len(named) == 1 and named[0] in CODINGS else None
 

@@ -13,7 +13,7 @@ from service.api.http.call import Call, unix_path
 from service.api.telemetry.metrics import Observer
 from service.settings import Settings
 
-TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}.*")
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
 """The header that names a trace and a span, by W3C's Trace Context."""
 
 _LINE = "{method} {path} {status} {milliseconds} ms, {bytes} bytes in, {bytes_sent} out, from {client}, {request_id}"
@@ -58,8 +58,8 @@ class AccessLog(Observer):
             fields["namespace"] = namespace
         if call.trace is not None:
             fields["trace_id"], fields["span_id"] = call.trace
-        elif parent := TRACEPARENT.fullmatch(call.headers.get(b"traceparent", b"")):
-            fields["trace_id"], fields["span_id"] = parent[1].decode(), parent[2].decode()
+        elif parent := TRACEPARENT.fullmatch(call.joined(b"traceparent")):
+            fields["trace_id"], fields["span_id"] = parent[1], parent[2]
         text = _LINE.format_map(fields)
         logger.info("%s", text.encode("unicode_escape").decode(), extra={"fields": fields})
 

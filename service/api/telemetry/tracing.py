@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from importlib.metadata import version
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -37,7 +38,7 @@ class Tracer(Observer):
         self._spans: dict[Call, Span] = {}
 
     def began(self, call: Call) -> None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers.items()}
+        headers = _joined(call.scope["headers"])
         attributes = _attributes(call, headers)
         name = " ".join(str(attributes[key]) for key in ("http.request.method", "http.route") if key in attributes)
         span = self._spans[call] = self._tracer.start_span(
@@ -65,6 +66,17 @@ class Tracer(Observer):
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
         last.join(FLUSH_SECONDS)
+
+
+def _joined(lines: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Return the headers by name. Several lines are one list, as W3C's recommendation wants it of tracestate.
+
+    Two lines of traceparent are then no valid one: the span begins a new trace.
+    """
+    headers = dict[str, str]()
+    for name, value in ((name.decode("latin-1"), value.decode("latin-1")) for name, value in lines):
+        headers[name] = f"{headers[name]},{value}" if name in headers else value
+    return headers
 
 
 def _attributes(call: Call, headers: dict[str, str]) -> dict[str, str | int]:
