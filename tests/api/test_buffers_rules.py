@@ -23,6 +23,30 @@ def patch(http: httpx.Client, name: str, headers: Any = None, **rules: Any) -> h
     return http.patch(f"/v1/buffers/{name}", json=rules, headers=headers)
 
 
+@pytest.mark.parametrize("path", ["/v1/buffers/{name}", "/v1/buffers?prefix={name}"])
+def test_rules_may_come_as_a_merge_patch(http: httpx.Client, path: str) -> None:
+    """PATCH means what RFC 7396 says."""
+    name = create(http, quorum=3, keep=4)
+    headers = {"Content-Type": "application/merge-patch+json; charset=utf-8"}
+    ok(http.patch(path.format(name=name), content=b'{"quorum": null}', headers=headers))
+    assert (metadata(http, name)["quorum"], metadata(http, name)["keep"]) == (None, 4)
+
+
+@pytest.mark.parametrize("path", ["/v1/buffers/{name}", "/v1/buffers?prefix={name}"])
+@pytest.mark.parametrize("sent", ["text/plain", "application/json-patch+json", SAFE["Content-Type"]])
+def test_another_patch_is_answered_with_the_types_of_a_patch(http: httpx.Client, path: str, sent: str) -> None:
+    answer = http.patch(path.format(name=create(http)), content=b"{}", headers={"Content-Type": sent})
+    assert_problem(answer, 415, "unsupported_media_type", sent, "application/json, application/merge-patch+json")
+    assert answer.headers["accept-patch"] == "application/json, application/merge-patch+json"
+    assert "accept" not in answer.headers
+
+
+def test_a_merge_patch_is_for_rules_only(http: httpx.Client) -> None:
+    headers = {"Content-Type": "application/merge-patch+json"}
+    answer = http.put(f"/v1/buffers/{fresh()}", content=b'{"shape": [1]}', headers=headers)
+    assert_problem(answer, 415, "unsupported_media_type")
+
+
 def receipt(http: httpx.Client, name: str, epoch: int = 0, **params: Any) -> Any:
     return ok(http.get(f"/v1/buffers/{name}", params={"epoch": epoch, **params}))
 

@@ -143,6 +143,72 @@ def test_each_endpoint_lists_its_headers(schema: Any) -> None:
         assert {one["name"] for one in shown if one["in"] == "header"} == one
 
 
+BODIES: dict[tuple[str, str], Any] = {
+    ("put", "/v1/buffers/{name}"): {"shape": [2]},
+    ("patch", "/v1/buffers/{name}"): {"quorum": 9},
+    ("patch", "/v1/buffers"): {"quorum": 9},
+    ("post", "/v1/buffers/create"): {"buffers": {"made": {"shape": [2]}}},
+    ("post", "/v1/buffers/{name}/accumulate"): {"gradient": [1, 2]},
+    ("post", "/v1/buffers/accumulate"): {"b": [1, 2]},
+}
+"""What a request needs beside the buffer's name, or its prefix."""
+
+
+def test_each_answer_comes_in_the_types_that_the_document_promises(schema: Any) -> None:
+    """The first type comes without `Accept`, each if it is asked for, and no other instead of 406."""
+    promised = {
+        (method, path): list(operation["responses"].get("200", {}).get("content", ()))
+        for path, methods in schema["paths"].items()
+        for method, operation in methods.items()
+        if path.startswith("/v1/buffers")
+    }
+    several = [one for one, types in promised.items() if len(types) > 1]
+    assert ("delete", "/v1/buffers") in several
+    with serving() as url, httpx.Client(base_url=url) as client:
+        for (method, path), types in promised.items():
+            params = {} if path.endswith(("{name}", "create", "accumulate")) or "{" in path else {"prefix": "b"}
+            for wanted in [*types, *(["text/plain"] if len(types) > 1 else [])]:
+                client.delete("/v1/buffers/b")
+                client.put("/v1/buffers/b", json={"shape": [2]}).raise_for_status()
+                body, asked = BODIES.get((method, path)), {"Accept": wanted}
+                answer = client.request(
+                    method, path.format(name="b"), params=params, json=body, headers=asked, timeout=60
+                )
+                sent = answer.headers["content-type"] if wanted in types else answer.status_code
+                assert sent == (wanted if wanted in types else 406), (method, path, wanted, answer.text)
+
+
+def test_each_body_may_have_the_types_that_the_document_promises(client: httpx.Client, schema: Any) -> None:
+    types = {each for _, _, promised in _types_of_bodies(schema, "/v1") for each in promised}
+    assert types == {"application/json", "application/merge-patch+json", "application/vnd.safetensors"}
+    for method, path, promised in _types_of_bodies(schema, "/v1"):
+        for sent in types:
+            answer = client.request(method, path.format(name="b"), content=b"{", headers={"Content-Type": sent})
+            assert (answer.status_code != 415) is (sent in promised), (method, path, sent, answer.text)
+
+
+def _types_of_bodies(schema: Any, prefix: str) -> list[tuple[str, str, list[str]]]:
+    return [
+        (method, path, list(operation["requestBody"]["content"]))
+        for path, methods in schema["paths"].items()
+        for method, operation in methods.items()
+        if "requestBody" in operation and path.startswith(prefix)
+    ]
+
+
+def test_no_header_may_be_empty(client: httpx.Client, schema: Any) -> None:
+    """As the document says, and the server."""
+    one = schema["paths"]["/v1/buffers/{name}"]
+    headers = [each for method in one.values() for each in method["parameters"] if each["in"] == "header"]
+    assert {each["name"] for each in headers} == {"Idempotency-Key", "If-Match", "If-None-Match"}
+    for each in headers:
+        assert each["schema"]["minLength"] == 1
+    client.put("/v1/buffers/empty.header", json={"shape": [2]}).raise_for_status()
+    for name in ("Idempotency-Key", "If-Match"):
+        assert client.patch("/v1/buffers/empty.header", json={}, headers={name: ""}).status_code == 422
+    assert client.get("/v1/buffers/empty.header", headers={"If-None-Match": ""}).status_code == 422
+
+
 def test_requests_and_answers_with_buffers_conform_to_their_schemas(client: httpx.Client, schema: Any) -> None:
     """The body lacks the input that a buffer gives, and the answer has a receipt for the output that a buffer takes."""
     example = dict(OPERATORS["GRUGrad"].example)

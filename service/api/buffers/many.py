@@ -210,7 +210,10 @@ async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -
 
 
 @router.patch(
-    "", summary="Change the rules of many buffers, all or nothing", dependencies=[*openapi.MANY, body(NewRulesOfMany)]
+    "",
+    summary="Change the rules of many buffers, all or nothing",
+    dependencies=[*openapi.MANY, body(NewRulesOfMany)],
+    openapi_extra=openapi.merge_patch(NewRulesOfMany),
 )
 @access(WRITE, label="buffers")
 async def set_rules_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:

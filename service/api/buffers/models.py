@@ -186,7 +186,9 @@ class ManyTakeQuery(TakeQuery, PrefixQuery):
 class WideQuery(_Query):
     """Which buffers are deleted, or get other rules."""
 
-    prefix: str = Field("", description="Prefix of the buffers' names.")
+    prefix: str = Field(
+        default_factory=str, description="Prefix of the buffers' names.", json_schema_extra={"minLength": 1}
+    )
     all: bool = Field(False, description="In place of a prefix: all buffers of the namespace.")
 
 

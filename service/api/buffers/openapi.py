@@ -8,7 +8,8 @@ from pydantic import BaseModel
 
 from service.api.buffers.models import CreatedBuffers, Metadata, Receipt, Receipts, StagedParts
 from service.api.buffers.preconditions import MAX_KEY_CHARACTERS
-from service.api.http.routing import SAFETENSORS_CONTENT, answer_header, header
+from service.api.http.negotiation import PATCH_TYPES
+from service.api.http.routing import REF, SAFETENSORS_CONTENT, answer_header, header
 
 Answers: TypeAlias = dict[int | str, dict[str, Any]]
 
@@ -16,12 +17,13 @@ MANY = [
     header(
         "Idempotency-Key",
         "A text that is new for each change. A retry with the same text counts once.",
+        min_length=1,
         max_length=MAX_KEY_CHARACTERS,
     )
 ]
 """The headers of a request that changes several buffers."""
 
-ONE = [*MANY, header("If-Match", "An ETag of the state that the buffer must have.")]
+ONE = [*MANY, header("If-Match", "An ETag of the state that the buffer must have.", min_length=1)]
 """The headers of a request that changes one buffer."""
 
 READING = [
@@ -29,6 +31,7 @@ READING = [
         "If-None-Match",
         "The ETag that the client has: if the answer would have it, too, it is 304, without a body."
         " To create a buffer, `*`: it must not exist yet.",
+        min_length=1,
     )
 ]
 """The headers of a request that reads one buffer."""
@@ -48,6 +51,12 @@ _UNCHANGED: Answers = {304: {"description": "The buffer still has a tag that If-
 """The answer of a conditional read."""
 
 
+def merge_patch(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the entry of an endpoint that takes the model as a merge patch, too."""
+    (_, media_type), schema = PATCH_TYPES, {"$ref": REF.format(model=model.__name__)}
+    return {"requestBody": {"content": {media_type: {"schema": schema}}}}
+
+
 def _answer(model: type[BaseModel], headers: dict[str, Any]) -> Answers:
     """Tensors travel as JSON or as safetensors."""
     return {200: {"description": "The receipt", "model": model, "content": SAFETENSORS_CONTENT, "headers": headers}}
@@ -64,7 +73,9 @@ METADATA: Answers = {200: {"headers": _ETAG}, **_UNCHANGED}
 
 DELETED: Answers = {204: {"headers": _REPLAYED}}
 
-CHANGED_RULES = _answer(Metadata, _ETAG | _REPLAYED)
+CHANGED_RULES: Answers = {
+    200: {"description": "The buffer with its new rules", "model": Metadata, "headers": _ETAG | _REPLAYED}
+}
 
 CHANGED_ONE = _answer(Receipt, _ETAG | _REPLAYED)
 

@@ -134,6 +134,7 @@ async def _when_closed(call: Call, name: str, epoch: int | None) -> Record:
     summary="Change a buffer's rules",
     dependencies=[*openapi.ONE, body(NewRules)],
     responses=openapi.CHANGED_RULES,
+    openapi_extra=openapi.merge_patch(NewRules),
 )
 @access(WRITE, label="buffers")
 async def set_rules(call: CurrentCall, name: str) -> Answer:

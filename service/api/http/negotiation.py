@@ -19,6 +19,9 @@ M = TypeVar("M", bound=BaseModel)
 
 MEDIA_TYPES = (JSON, safetensors.MEDIA_TYPE)
 
+PATCH_TYPES = (JSON, "application/merge-patch+json")
+"""The types of a PATCH, which means what RFC 7396 says: an absent member stays, and null ends it."""
+
 
 def media_types(call: Call) -> tuple[str, str]:
     """Return the media types of the body and of the answer. They are the same unless `Accept` names another.
@@ -27,12 +30,15 @@ def media_types(call: Call) -> tuple[str, str]:
     """
     header = call.headers.get(b"content-type", JSON.encode()).decode("latin-1")
     sent = header.partition(";")[0].strip().lower()
-    if sent not in MEDIA_TYPES:
+    known = PATCH_TYPES if call.method == "PATCH" else MEDIA_TYPES
+    if sent not in known:
         if call.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in call.headers:
-            accepted = ", ".join(MEDIA_TYPES)
+            accepted = ", ".join(known)
             problem = f"Content-Type is {shown(header)}, but must be one of {accepted}"
-            raise UnsupportedMediaType(problem, {"Accept": accepted})
+            raise UnsupportedMediaType(problem, {"Accept-Patch" if known is PATCH_TYPES else "Accept": accepted})
         sent = JSON  # an empty body may have any type: curl -d '' calls it a form
+    if sent in PATCH_TYPES:
+        sent = JSON
     if b"accept" not in call.headers:
         return sent, sent
     accepted = call.joined(b"accept")
