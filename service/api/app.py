@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -22,6 +23,7 @@ from service.api.http.admission import SMALL_BYTES, Admission
 from service.api.http.answer import Answer
 from service.api.http.auth import authorize
 from service.api.http.call import Call, Services
+from service.api.http.negotiation import PATCH_TYPES
 from service.api.http.problems import CLIENT_GONE, answer_bug, answer_error
 from service.api.http.routing import UNKNOWN, Endpoint, Table
 from service.api.http.waiting import Waiting
@@ -34,6 +36,9 @@ from service.host.shared_memory import Regions
 from service.keys import KeyFile
 from service.limits import Limits
 from service.settings import Settings
+
+_ORIGIN = re.compile(rb"^[a-z]+://[^/?]*", re.IGNORECASE)
+"""What stands before the path of an absolute URL."""
 
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """The methods in the order of `Allow`."""
@@ -152,7 +157,7 @@ class Application(FastAPI):
             (admission.reserve if call.method == "GET" else admission.hold)(call.reservation, more)
 
     def _nothing(self, call: Call) -> Answer:
-        """Return the answer without an endpoint: 405 if the path has other methods, else 404."""
+        """Return the answer without an endpoint: 404, or of a path with other methods those, with 405 or to OPTIONS."""
         methods = {*self.table.methods(call.path)}
         if not methods:
             detail = f"There is nothing at {shown(call.path)}; /docs lists all paths"
@@ -162,6 +167,9 @@ class Application(FastAPI):
         if "GET" in methods:
             methods.add("HEAD")
         allowed = ", ".join(method for method in METHODS if method in methods)
+        if call.method == "OPTIONS":
+            patches = {"Accept-Patch": ", ".join(PATCH_TYPES)} if "PATCH" in methods else {}
+            return Answer(fields={"Allow": allowed, **patches}, status=204)
         error = MethodNotAllowed(f"{call.path} does not allow {call.method}; it allows {allowed}")
         return answer_error(call.path, error, {"Allow": allowed})
 
@@ -177,10 +185,11 @@ class Application(FastAPI):
         for observer in self.observers:
             observer.ended(call, spent, None if bug is None else type(bug).__qualname__)
 
-    def unreadable(self, message: str) -> Answer:
-        """Return the answer to an unreadable request. It has the form of `/v1`, because the path is not known."""
+    def unreadable(self, message: str, url: bytes) -> Answer:
+        """Return the answer to an unreadable request for `url`, as far as that was read."""
         fields = {"Connection": "close", "X-Request-ID": uuid.uuid4().hex}
-        return answer_error("", MalformedBody(message), fields)
+        path = _ORIGIN.sub(b"", url).partition(b"?")[0].decode("latin-1")
+        return answer_error(path, MalformedBody(message), fields)
 
     def stop_waiting(self) -> None:
         """Answer the requests that wait for an epoch: the server stops."""

@@ -97,6 +97,13 @@ def test_a_large_body_without_a_key_is_refused(locked: str) -> None:
             assert_problem(answer, 401, "unauthorized")
 
 
+@pytest.mark.parametrize("path", ["/", "/v1/ops", "/v2", "/metrics"])
+def test_the_methods_of_a_path_need_no_key(locked: str, path: str) -> None:
+    """A load balancer asks for them, and everyone may read them in /openapi.json."""
+    answer = httpx.options(f"{locked}{path}")
+    assert (answer.status_code, answer.content) == (204, b"")
+
+
 @pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/docs", "/openapi.json"])
 def test_probes_and_documentation_need_no_key(locked: str, path: str) -> None:
     assert httpx.get(f"{locked}{path}").status_code == 200

@@ -203,6 +203,24 @@ def test_a_body_may_be_chunked(connection: Connection, make: Make, chunk: int) -
 
 
 @EITHER_API
+@pytest.mark.parametrize("extension", [b";a=b", b" ;a=b", b"\t ;a", b' ;a="b c"', b" "])
+def test_blanks_may_stand_behind_the_size_of_a_chunk(connection: Connection, make: Make, extension: bytes) -> None:
+    """RFC 9112, 7.1.1, wants them read before an extension. nginx and HAProxy read them without one, too."""
+    message = make(SMALL)
+    size = b"%x" % len(message.body)
+    chunked = message.chunked(len(message.body)).replace(
+        b"\r\n" + size + b"\r\n", b"\r\n%b%b\r\n" % (size, extension), 1
+    )
+    exchange(connection, message, *cut(chunked, len(message.head) + 30, len(message.head) + 33))
+
+
+@pytest.mark.parametrize("size", [b"1 2", b" 12", b"12 \n", b"12 3;a", b"-1", b"0x12"])
+def test_the_size_of_a_chunk_is_one_number(connection: Connection, size: bytes) -> None:
+    connection.send(v1(SMALL).head + b"Transfer-Encoding: chunked\r\n\r\n" + size + b"\r\n")
+    assert connection.answer().status == 400
+
+
+@EITHER_API
 def test_heads_and_json_may_have_any_length(connection: Connection, make: Make) -> None:
     """The lengths of head and JSON decide the alignment of the tensors."""
     for extra in range(20):

@@ -189,6 +189,28 @@ def test_unknown_paths_and_methods_are_refused(client: httpx.Client) -> None:
     assert answer.headers["allow"] == "GET, HEAD, POST"
 
 
+OPTIONS = {
+    "/": ("GET, HEAD", None),
+    "/v1/ops/ReluGrad": ("GET, HEAD, POST", None),
+    "/v1/buffers/b?note=1": ("DELETE, GET, HEAD, PATCH, PUT", "application/json, application/merge-patch+json"),
+    "/v2/models/ReluGrad/infer": ("POST", None),
+    "/v2/health/ready": ("GET, HEAD", None),
+}
+
+
+@pytest.mark.parametrize("path", OPTIONS)
+def test_a_path_tells_its_methods(client: httpx.Client, path: str) -> None:
+    """HAProxy's `option httpchk` asks `OPTIONS /` to find whether the server works."""
+    answer = client.options(path)
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert (answer.headers["allow"], answer.headers.get("accept-patch")) == OPTIONS[path]
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_an_unknown_path_has_no_methods(client: httpx.Client) -> None:
+    assert_problem(client.options("/v1/nothing"), 404, "not_found", "/v1/nothing")
+
+
 def test_every_error_code_has_a_test() -> None:
     met = {case[3] for case in CASES.values()} | {"invalid_tensor", "not_found", "method_not_allowed"}
     tested = {

@@ -19,7 +19,7 @@ def authorize(call: Call, access: Access, keys: KeyFile | None, metrics_open: st
         if call.method not in ("GET", "HEAD", "OPTIONS"):
             _refuse_other_sites(call)
         return ANYONE
-    if access.open or (access.label == "metrics" and _metrics_are_open(call, metrics_open)):
+    if access.open or call.method == "OPTIONS" or (access.label == "metrics" and _metrics_are_open(call, metrics_open)):
         return ANYONE
     lines = call.lines(b"authorization")
     if not lines:

@@ -58,6 +58,7 @@ class Connection(Wire):
         self._app: Any = config.loaded_app
         self._incoming = Incoming()
         self._reader: HeadReader | None = None  # while a head is incomplete
+        self._url = b""  # the target of the last complete head
         self._exchange: Exchange | None = None  # while a request runs
         self._body: SizedBody | ChunkedBody = SizedBody(0)  # of that request
 
@@ -138,7 +139,7 @@ class Connection(Wire):
         head = self._reader.take(self._incoming)
         if head is None:
             return
-        self._reader, self.due, self.has_asked = None, math.inf, True
+        self._reader, self._url, self.due, self.has_asked = None, head.url, math.inf, True
         self._start(head)
 
     def _take_body(self, exchange: Exchange) -> None:
@@ -212,7 +213,7 @@ class Connection(Wire):
             logger.warning(message)
             self._body = SizedBody(sys.maxsize)  # discard all that follows; the answer goes on, and is the last
             return
-        answer = self._app.unreadable(message)
+        answer = self._app.unreadable(message, self._url if self._reader is None else self._reader.url)
         logger.warning("%s. The request id of its answer is %s.", message.rstrip("."), answer.fields["X-Request-ID"])
         head = head_of(answer.status_code, (*self.server_state.default_headers, *answer.raw_headers))
         self.transport.writelines([head, b"\r\n", *answer.pieces])

@@ -109,13 +109,18 @@ class HeadReader:
         self._head, self._size = Head(), 0
         self._parser = httptools.HttpRequestParser(self._head)
 
+    @property
+    def url(self) -> bytes:
+        """The target, as far as it has come."""
+        return self._head.url
+
     def take(self, incoming: Incoming) -> Head | None:
         """Return the head once it is complete. Raises `MalformedBody` if it is not valid, or too long."""
         head, parser, piece = self._head, self._parser, incoming.take_to_blank_line()
         self._size += len(piece)
+        upgraded = _feed(parser, piece)
         if self._size > MAX_HEAD_BYTES:
             raise MalformedBody(f"The head of the request has more than {MAX_HEAD_BYTES} bytes, the limit")
-        upgraded = _feed(parser, piece)
         if not head.is_complete:
             return None
         head.method, head.version = parser.get_method().decode("ascii"), parser.get_http_version()
@@ -147,6 +152,7 @@ class ChunkedBody:
     def __init__(self, codings: list[bytes]) -> None:
         self._chunks, self._overhead = _Chunks(), 0
         self._parser = httptools.HttpRequestParser(self._chunks)
+        self._parser.set_dangerous_leniencies(lenient_spaces_after_chunk_size=True)  # RFC 9112, 7.1.1: before a `;`
         _feed(self._parser, b"POST / HTTP/1.1\r\nTransfer-Encoding: %b\r\n\r\n" % b", ".join(codings))
 
     @property

@@ -95,6 +95,40 @@ UNREADABLE = {
 }
 
 
+ON_V2 = {
+    "no Host": b"POST /v2/models/ReluGrad/infer HTTP/1.1\r\n\r\n",
+    "of an absolute URL": b"POST HTTP://x:80/v2?a HTTP/1.1\r\n\r\n",
+    "a header": b"POST /v2/models/ReluGrad/infer HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n",
+    "a long head": b"POST /v2/models/%b" % (b"a" * 65536),
+    "lengths": b"POST /v2/x HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+    "a chunk": b"POST /v2/models/ReluGrad/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+}
+
+
+@pytest.mark.parametrize("before", [b"", LIVE])
+@pytest.mark.parametrize("case", ON_V2)
+def test_an_unreadable_request_of_the_open_inference_protocol_gets_its_error(
+    url: str, case: str, before: bytes
+) -> None:
+    with Connection(url) as connection:
+        connection.send(before)
+        for _ in range(before.count(b"GET")):
+            assert connection.answer().status == 200
+        connection.send(ON_V2[case])
+        answer = connection.answer()
+        assert (answer.status, answer.headers["content-type"]) == (400, "application/json")
+        assert list(json.loads(answer.body)) == ["error"]
+        assert connection.is_closed()
+
+
+def test_the_target_of_an_earlier_request_does_not_count(url: str) -> None:
+    with Connection(url) as connection:
+        connection.send(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.answer().status == 200
+        connection.send(b"POST /v1/ops/v2/ HTTP/1.1\r\n\r\n")
+        assert connection.answer().headers["content-type"] == "application/problem+json"
+
+
 @pytest.mark.parametrize("case", UNREADABLE)
 def test_an_unreadable_request_gets_a_problem(url: str, case: str) -> None:
     sent, word = UNREADABLE[case]
