@@ -47,7 +47,8 @@ def _refuse_other_sites(call: Call) -> None:
     origin = call.headers.get(b"origin") or None
     if site is None and (origin is None or origin.partition(b"://")[2] == call.headers.get(b"host")):
         return
-    source = "" if origin is None else f", {shown(origin.decode('latin-1'))}"
+    host = shown(call.headers.get(b"host", b"").decode("latin-1"))
+    source = "" if origin is None else f", {shown(origin.decode('latin-1'))}, and names the Host {host}"
     raise Forbidden(
         f"This request comes from a page of another website{source}; without API keys the server refuses those"
     )
