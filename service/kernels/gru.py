@@ -69,6 +69,9 @@ def gru_training(
     z = sigmoid(X Wz' + H Rz' + bz), r = sigmoid(X Wr' + H Rr' + br), h = tanh(X Wh' + (r * H) Rh' + bh), or, with
     linear_before_reset = 1, h = tanh(X Wh' + r * (H Rh' + Rbh) + Wbh).
 
+    W, R and ZRH hold the gates in the order z, r, h, which is ONNX's. PyTorch's order is another: r, z, n. B holds the
+    biases Wbz, Wbr, Wbh, Rbz, Rbr, Rbh, those of W before those of R, and bz is Wbz + Rbz.
+
     X [S, N, I], W [D, 3H, I], R [D, 3H, H], B [D, 6H], SL [N], H0 [D, N, H] -> HAll [S, D, N, H], HFinal [D, N, H],
     ZRH [S, D, N, 3H]. B and H0 are zeros if left out. Sequence n runs SL[n] steps, or all steps if SL is left out.
     Reverse turns only those steps around, and HAll and ZRH are zero at later steps. `hidden_size` may be left out,
@@ -112,8 +115,9 @@ def gru_grad(
     """The gradients of GRUTraining's inputs, from those of HAll and of HFinal, grad_HAll and grad_Ht.
 
     X [S, N, I], W [D, 3H, I], R [D, 3H, H], B [D, 6H], SL [N], H0 [D, N, H], HAll [S, D, N, H], ZRH [S, D, N, 3H],
-    grad_HAll [S, D, N, H], grad_Ht [D, N, H] -> dX, dW, dR, dB, dH0, of the shapes of X, W, R, B, H0. HAll and ZRH must
-    be GRUTraining's outputs; B, H0 and the gradients are zeros if left out. Beyond a sequence's length SL[n],
+    grad_HAll [S, D, N, H], grad_Ht [D, N, H] -> dX, dW, dR, dB, dH0, of the shapes of X, W, R, B, H0. All hold the
+    gates in GRUTraining's order: z, r, h, and of B the biases of W before those of R. HAll and ZRH must be
+    GRUTraining's outputs; B, H0 and the gradients are zeros if left out. Beyond a sequence's length SL[n],
     dX is zero and the incoming gradients are ignored. Only the requested outputs are computed. The attributes are
     those of GRUTraining. Raises `ShapeMismatch`, `InvalidTensor` and `InvalidParameter`.
     """

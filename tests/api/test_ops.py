@@ -24,6 +24,26 @@ def relu(client: httpx.Client, dY: Any, X: Any) -> Any:
     return run(client, "ReluGrad", dY=dY, X=X)["dX"]
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ReluGard", "ReluGrad"),
+        ("relugrad", "ReluGrad"),
+        ("Relu", "ReluGrad"),
+        ("TanhGrd", "TanhGrad"),
+        ("gru_training", "GRUTraining"),
+        ("SoftmaxGrad13", "SoftmaxGrad_13"),
+        *((other, None) for other in ("CosGrad", "SeluGrad", "MatMul", "NoSuchGrad", "G", "Grad", "grad")),
+    ],
+)
+def test_only_a_close_name_is_suggested(client: httpx.Client, name: str, meant: str | None) -> None:
+    """Most operators end in Grad: that alone makes no name close."""
+    hint = "" if meant is None else f" Did you mean {meant}?"
+    detail = f"This server has no operator '{name}'.{hint} GET /v1/ops lists all"
+    for answer in (client.post(f"/v1/ops/{name}", json={}), client.get(f"/v1/ops/{name}")):
+        assert assert_problem(answer, 404, "unknown_operator")["detail"] == detail
+
+
 def test_a_tensor_may_be_a_list_or_a_scalar(client: httpx.Client) -> None:
     assert relu(client, [[1, 2.5]], [[3, -1]]) == {"dtype": "float32", "shape": [1, 2], "data": [[1.0, 0.0]]}
     assert relu(client, 5, 1) == {"dtype": "float32", "shape": [], "data": 5.0}

@@ -13,6 +13,9 @@ from service.dtypes import FLOATS, Array
 from service.errors import DtypeMismatch, InvalidParameter, UnknownOperator, shown
 from service.kernels import OPERATORS, Operator
 
+MIN_SIMILARITY = 0.85
+"""The part that two names must share, at least, for one to be a slip for the other. Most names share Grad."""
+
 
 class BufferUse(NamedTuple):
     """The buffers of a request: the source of each input, and the target of each output."""
@@ -52,10 +55,13 @@ def find(name: str) -> Operator:
 
 
 def unknown_operator(name: str) -> UnknownOperator:
-    """Return the error of a name that no operator has. It suggests the nearest name."""
-    near = difflib.get_close_matches(name, OPERATORS, 1, 0.5)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    return UnknownOperator(f"There is no operator {shown(name)}.{hint} GET /v1/ops lists all", op=name)
+    """Return the error of a name that no operator has. It suggests a name that is almost the same, or goes on."""
+    first, given = name[:1].lower(), name.lower()
+    names = {operator.lower(): operator for operator in OPERATORS if operator[:1].lower() == first}
+    near = difflib.get_close_matches(given, names, 1, MIN_SIMILARITY)
+    near += [other for other in names if other.startswith(given) and len(given) > 2]
+    hint = f" Did you mean {names[near[0]]}?" if near else ""
+    return UnknownOperator(f"This server has no operator {shown(name)}.{hint} GET /v1/ops lists all", op=name)
 
 
 def buffers_of(

@@ -195,7 +195,7 @@ def _find(name: str, operators: Sequence[OperatorInfo]) -> OperatorInfo:
     for operator in operators:
         if operator.name == name:
             return operator
-    similar = difflib.get_close_matches(name, [operator.name for operator in operators], n=3)
+    similar = difflib.get_close_matches(name, [operator.name for operator in operators], n=3, cutoff=0.85)
     hint = f"; similar names: {', '.join(similar)}" if similar else ""
     raise NotFound(f"There is no operator {name}{hint}", code="unknown_operator")
 
