@@ -11,6 +11,7 @@ import numpy as np
 from service.buffers.changes import Create
 from service.buffers.lmdb import LmdbStore
 from service.buffers.lmdb.format import COUNT, TIME
+from service.buffers.packed import FORMAT
 from service.buffers.perform import Request
 from service.buffers.record import Spec
 from service.dtypes import FLOAT32
@@ -32,7 +33,7 @@ def test_the_doctor_checks_a_store_in_use_and_finds_damage(tmp_path: Path) -> No
         assert client.post("/v1/ops/GatherGrad?into=output:rows", json=rows).status_code == 200
         status, out, _ = run("doctor", "--store", store)
         assert status == 0
-        for words in ("format 4", "4 buffers", "1 idempotency keys", "no problems found"):
+        for words in (f"format {FORMAT}", "4 buffers", "1 idempotency keys", "no problems found"):
             assert words in out
     values = tmp_path / "a" / "values"
     damaged = bytearray(values.read_bytes())

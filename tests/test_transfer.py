@@ -75,6 +75,41 @@ def test_an_export_restores_every_buffer_in_another_store(tmp_path: Path) -> Non
         assert client.get("/v1/buffers/net.w/value").json()["value"]["data"] == [[1.5, 2, 2.5]] * 2
 
 
+def test_what_is_sent_again_after_an_import_is_new(tmp_path: Path) -> None:
+    """An export has no idempotency keys: docs/operations.md says what protects a sum instead."""
+    stores, file = (f"lmdb:{tmp_path}/a", f"lmdb:{tmp_path}/b"), str(tmp_path / "saved.safetensors")
+    key, body, path = {"Idempotency-Key": "k"}, {"gradient": 1}, "/v1/buffers/w/accumulate"
+
+    def part(client: httpx.Client, number: int) -> Any:
+        query: dict[str, str | int] = {"push": "p", "part": number, "parts": 2}
+        return client.post("/v1/buffers/accumulate", params=query, json={f"x{number}": 1}).json()
+
+    with serving(store=stores[0]) as url, httpx.Client(base_url=url) as client:
+        for name in ("w", "x1", "x2"):
+            put(client, name, shape=[2])
+        assert part(client, 1)["staged"] == [1]
+        assert client.post(path, json=body, headers=key).json()["count"] == 1
+        assert client.post("/v1/buffers/w/take").status_code == 200
+        tag = client.get("/v1/buffers/w").headers["ETag"]
+        add(client, "w", 1, contributor="x")
+    assert called("export", file, "--store", stores[0])[0] == 0
+    assert called("import", file, "--store", stores[1])[0] == 0
+    with serving(store=stores[1]) as url, httpx.Client(base_url=url) as client:
+
+        def refused(answer: httpx.Response) -> tuple[int, str]:
+            return answer.status_code, answer.json()["code"]
+
+        assert refused(client.get("/v1/buffers/w/value?epoch=0")) == (410, "epoch_gone")
+        assert refused(client.post(path, json=body, headers=key | {"If-Match": tag})) == (412, "precondition_failed")
+        for query, code in (("contributor=x", "duplicate_contributor"), ("epoch=0", "stale_epoch")):
+            assert refused(client.post(f"{path}?{query}", json=body, headers=key)) == (409, code)
+        assert refused(client.post("/v1/buffers/w/take?epoch=0", headers=key)) == (409, "stale_epoch")
+        again = client.post(path, json=body, headers=key)
+        assert (again.json()["count"], again.json()["epoch"]) == (2, 1)
+        assert part(client, 2)["staged"] == [2]
+        assert part(client, 1)["buffers"]["x2"]["count"] == 1
+
+
 def test_an_export_is_a_snapshot_of_one_moment(tmp_path: Path) -> None:
     store = f"lmdb:{tmp_path}/a"
     with serving(store=store) as url, httpx.Client(base_url=url) as client:

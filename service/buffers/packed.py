@@ -20,7 +20,7 @@ from service.buffers.record import Key, Known, Record, Spec
 from service.dtypes import DTYPES
 from service.errors import BufferCorrupt, StoreFailed
 
-FORMAT = 4
+FORMAT = 5
 """The number of the format of all stores. Every change of what they hold raises it, and it never goes back."""
 
 FINGERPRINT_BYTES = 16
@@ -43,9 +43,9 @@ def check_format(found: str, store: str) -> None:
     """Raise `StoreFailed` if the format that was found in the store is not `FORMAT`."""
     if found != str(FORMAT):
         raise StoreFailed(
-            f"{store} has format {found}, but this version of gradserve knows format {FORMAT}. To carry its buffers"
-            " over, run `gradserve export FILE` with the version that wrote it, and then, with an empty store,"
-            " `gradserve import FILE` with this version"
+            f"{store} has format {found}, but this version of gradserve knows format {FORMAT}. Use the version that"
+            " wrote it. Or carry its buffers over: run `gradserve export FILE` with that version, then"
+            " `gradserve import FILE` with this version and an empty store"
         )
 
 

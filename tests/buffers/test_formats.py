@@ -1,92 +1,235 @@
-"""Stores of the format before: refused, left alone, and carried over by the two commands that the refusal names."""
+"""Stores of all formats: those of other formats are refused and left alone, those of today's are read as they were."""
 
 from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import httpx
+import lmdb
 import pytest
 
 from service.buffers.lmdb import LmdbStore
 from service.buffers.packed import FORMAT
 from service.errors import EpochGone, StoreFailed
 from tests.buffers.calls import add, value
+from tests.buffers.formats.make import CALLS, HERE, LAST, send
 from tests.buffers.postgres import Schema
-from tests.buffers.stores import MAX_BYTES
+from tests.buffers.stores import MAX_BYTES, entries_of, wrong
 from tests.commands import called
+from tests.serving import serving
 
-MADE = Path(__file__).parent / "format1"
-"""A store of format 1, the export of it, and tables of it. That version wrote them: see `make` there."""
+MADE = {path.name: int(re.split(r"\D", path.name)[0]) for path in sorted(HERE.glob("*.tar.xz"))}
+"""The archives of what versions have written, and the formats. Two formats were called 1."""
 
-COMMANDS = (["doctor"], ["export", "-"], ["keys-forget", "--older-than", "1h"])
+CURRENT = f"{FORMAT}.tar.xz"
 
-BOTH = r"has format 1, but .* knows format \d+\. .*`gradserve export FILE`.*`gradserve import FILE`"
+OTHERS = [name for name, number in MADE.items() if number != FORMAT]
+IN_POSTGRES = [name for name in OTHERS if MADE[name] != 2 and "first" not in name]
 
-
-@pytest.fixture
-def before(tmp_path: Path) -> Iterator[Path]:
-    with tarfile.open(MADE / "store.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    path = tmp_path / "store"
-    made = {file.name: file.read_bytes() for file in path.iterdir()}
-    yield path
-    assert {file.name: file.read_bytes() for file in path.iterdir() if file.name != "lock.mdb"} == made
-
-
-def test_a_store_of_the_format_before_is_refused_and_left_alone(before: Path) -> None:
-    expected = rf"{before} has format 1, but .* knows format {FORMAT}\. .*`gradserve export FILE`.*`gradserve import"
-    with pytest.raises(StoreFailed, match=expected):
-        LmdbStore(before, max_bytes=MAX_BYTES)
+COMMANDS = (
+    ["doctor"],
+    ["export", "-"],
+    ["keys-forget", "--older-than", "1h"],
+    ["import", "export.safetensors"],
+    ["serve"],
+)
 
 
-@pytest.fixture
-def tables(postgres_url: str) -> Iterator[Schema]:
-    schema = Schema(postgres_url)
+def refusal(number: int) -> str:
+    return (
+        rf"has format {number}, but this version of gradserve knows format {FORMAT}\. Use the version that wrote it\."
+        r" .*`gradserve export FILE` with that version, .*`gradserve import FILE` with this version and an empty store"
+    )
+
+
+def unpacked(name: str, place: Path) -> Path:
+    """Unpack an archive: `store`, `export.safetensors` and perhaps `tables.sql`."""
+    with tarfile.open(HERE / name) as archive:
+        archive.extractall(place, filter="data")
+    return place
+
+
+def restored(name: str, place: Path, url: str) -> Schema:
+    schema = Schema(url)
     schema.ask(f"create schema {schema.name}")
-    schema.ask((MADE / "tables.sql").read_text())
+    schema.ask((unpacked(name, place) / "tables.sql").read_text())
+    return schema
+
+
+def refused(number: int, place: Path, **settings: str) -> None:
+    """Check that every command that opens a store refuses that of these settings."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, setting in {"PORT": "0", **settings}.items():
+            patch.setenv(f"GRADSERVE_{name}", setting)
+        for command in COMMANDS:
+            status, out, err = called(*[str(place / each) if "export." in each else each for each in command])
+            assert (status, out) == (1, ""), command
+            assert re.search(refusal(number), err)
+
+
+def test_there_is_a_store_of_every_format() -> None:
+    assert {*MADE.values()} == {*range(1, FORMAT + 1)}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_store_of_another_format_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
+    path = unpacked(name, tmp_path) / "store"
+
+    def content() -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in path.iterdir() if file.name != "lock.mdb"}
+
+    made = content()
+    with pytest.raises(StoreFailed, match=f"The store in {path} {refusal(MADE[name])}"):
+        LmdbStore(path, max_bytes=MAX_BYTES)
+    refused(MADE[name], tmp_path, STORE=f"lmdb:{path}")
+    assert content() == made
+
+
+@pytest.mark.parametrize("name", IN_POSTGRES)
+def test_tables_of_another_format_are_refused_and_left_alone(tmp_path: Path, postgres_url: str, name: str) -> None:
+    schema = restored(name, tmp_path, postgres_url)
 
     def rows() -> list[object]:
         return [schema.ask(f"select * from {table}") for table in ("meta", "buffers", "deltas", "keys")]
 
     made = rows()
-    yield schema
+    with pytest.raises(StoreFailed, match=rf"'{schema.name}' \(GRADSERVE_POSTGRES_SCHEMA\) {refusal(MADE[name])}"):
+        schema.open()
+    refused(MADE[name], tmp_path, STORE=schema.url, POSTGRES_SCHEMA=schema.name)
     assert rows() == made
     schema.drop()
 
 
-def test_tables_of_the_format_before_are_refused_and_left_alone(tables: Schema) -> None:
-    with pytest.raises(StoreFailed, match=BOTH):
-        tables.open()
+def test_a_newer_store_is_refused_with_the_same_words(tmp_path: Path, postgres_url: str) -> None:
+    schema, newer = restored(CURRENT, tmp_path, postgres_url), FORMAT + 1
+    with lmdb.open(str(tmp_path / "store"), max_dbs=1) as env, env.begin(write=True) as txn:
+        txn.put(b"format", str(newer).encode(), db=env.open_db(b"meta", txn))
+    schema.ask(f"update meta set version = {newer}")
+    with pytest.raises(StoreFailed, match=refusal(newer)):
+        LmdbStore(tmp_path / "store", max_bytes=MAX_BYTES)
+    with pytest.raises(StoreFailed, match=refusal(newer)):
+        schema.open()
+    schema.drop()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_refuse_such_tables(tables: Schema, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
-    monkeypatch.setenv("GRADSERVE_POSTGRES_SCHEMA", tables.name)
-    status, out, err = called(*command, "--store", tables.url)
-    assert (status, out) == (1, "")
-    assert re.search(BOTH, err)
+@pytest.mark.parametrize("name", MADE)
+def test_the_export_of_every_format_brings_its_buffers(tmp_path: Path, name: str) -> None:
+    file, carried = unpacked(name, tmp_path) / "export.safetensors", tmp_path / "carried"
+    assert called("import", str(file), "--store", f"lmdb:{carried}")[0] == 0
+    with closing(LmdbStore(carried, max_bytes=MAX_BYTES)) as store:
+        weight, bias = store.record("weight"), store.record("bias")
+        assert (weight.epoch, weight.version, weight.count, weight.spec.quorum, weight.spec.keep) == (1, 3, 1, 2, 2)
+        assert (bias.epoch, bias.version, bias.count) == (0, 4, 4)
+        assert (value(store, "weight").tolist(), value(store, "bias").tolist()) == ([1, 2, 3], [2.5, -0.5])
+        assert value(store, "table")[1:-1].tolist() == [[1, 1]] * 39_998
+        if name not in ("1-first.tar.xz", "2.tar.xz"):
+            assert value(store, "table")[[0, -1]].tolist() == [[7, 9], [4, 5]]
+            assert store.record("late").contributors_in == {"x": 1}
+        with pytest.raises(EpochGone):
+            store.closed("weight", 0)
+        assert add(store, "weight", [1, 1, 1])["closed"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_refuse_it_and_name_what_carries_it_over(before: Path, command: list[str]) -> None:
-    status, out, err = called(*command, "--store", f"lmdb:{before}")
-    assert (status, out) == (1, "")
-    assert "has format 1" in err
-    assert "gradserve import FILE" in err
+def test_a_store_of_this_format_holds_what_was_put_in(tmp_path: Path) -> None:
+    path = unpacked(CURRENT, tmp_path) / "store"
+    with serving(store=f"lmdb:{path}", idempotency_seconds=1e9) as url:
+        check_content(url)
+    assert wrong(path) == []
 
 
-def test_its_export_brings_its_buffers(tmp_path: Path) -> None:
-    carried = tmp_path / "carried"
-    assert called("import", str(MADE / "export.safetensors"), "--store", f"lmdb:{carried}")[0] == 0
-    store = LmdbStore(carried, max_bytes=MAX_BYTES)
-    weight, bias = store.record("weight"), store.record("bias")
-    assert (weight.epoch, weight.version, weight.count, weight.spec.quorum) == (1, 3, 1, 2)
-    assert (bias.epoch, bias.version, bias.count) == (0, 4, 4)
-    assert bias.contributors_in == {"first": 1, "second": 1, "third": 1}
-    assert (value(store, "weight").tolist(), value(store, "bias").tolist()) == ([1, 2, 3], [2.5, -0.5])
-    with pytest.raises(EpochGone):
-        store.closed("weight", 0)
-    assert add(store, "weight", [1, 1, 1])["closed"]
-    store.close()
+def test_tables_of_this_format_hold_what_was_put_in(tmp_path: Path, postgres_url: str) -> None:
+    schema = restored(CURRENT, tmp_path, postgres_url)
+    with serving(store=postgres_url, postgres_schema=schema.name, idempotency_seconds=1e9) as url:
+        check_content(url)
+    assert schema.faults() == []
+    schema.drop()
+
+
+def check_content(url: str) -> None:
+    """Check all that a server answers from a store that `CALLS` have made, with another version perhaps."""
+    with httpx.Client(base_url=url) as client:
+
+        def data(path: str) -> object:
+            return client.get(f"/v1/buffers/{path}").raise_for_status().json()["value"]["data"]
+
+        for call in CALLS:
+            if call.key is not None:
+                answer = send(client, call)
+                assert answer.status_code == 200, (call, answer.text)
+                assert answer.headers["Idempotency-Replayed"] == "true"
+        assert data("weight/value?epoch=0") == [2, 4, 6]
+        assert data("weight/value") == [1, 2, 3]
+        assert data("bias/value") == [2.5, -0.5]
+        assert data("passing/value?epoch=0") == [5]
+        table = data("table/value")
+        assert table == [[7, 9], *[[1, 1]] * 39_998, [4, 5]]
+        late = client.get("/v1/buffers/late").json()
+        assert (late["contributors_in"], late["missing"]) == ({"x": 1}, ["y"])
+        assert round(late["deadline_at"] - late["updated_at"]) == 10**9
+        pushes = client.get("/v1/pushes").json()["pushes"]
+        assert [(each["push"], each["staged"]) for each in pushes] == [("p", [1])]
+        assert send(client, LAST).status_code == 200
+        assert data("bias/value") == [3.5, 0.5]
+        assert data("table/value") == [[8, 10], *[[2, 2]] * 39_998, [5, 6]]
+        assert data("weight/value?epoch=1") == [2, 3, 4]
+
+
+def test_a_new_store_is_made_like_that_of_this_format(tmp_path: Path, postgres_url: str) -> None:
+    """What a store holds changes only with the number of its format: then `formats/make.py` makes a new archive."""
+    path, schema = tmp_path / "store", restored(CURRENT, tmp_path, postgres_url)
+    new, other = tmp_path / "new", Schema(postgres_url)
+    for options in ({"store": f"lmdb:{new}"}, {"store": postgres_url, "postgres_schema": other.name}):
+        with serving(**options) as url, httpx.Client(base_url=url) as client:
+            for call in CALLS:
+                assert send(client, call).is_success
+    assert entries_of(new).keys() == entries_of(path).keys()
+    assert packed_in(new) == packed_in(path)
+    assert tables_of(other) == tables_of(schema)
+    for each in (schema, other):
+        each.drop()
+
+
+def packed_in(path: Path) -> list[str]:
+    """Return the JSON in the databases of an LMDB store, with 0 for every number."""
+    found = []
+    with lmdb.open(str(path), max_dbs=8, readonly=True) as env, env.begin() as txn:
+        for name in (b"buffers", b"pushes", b"values"):
+            for key, sealed in txn.cursor(env.open_db(name, txn, create=False)):
+                data = bytes(sealed)[16 if name == b"pushes" else 0 : -8]  # without its checksum
+                if name == b"values":
+                    length = int.from_bytes(data[-5:-1], "little") if data.endswith(b"c") else 0
+                    data = data[-5 - length : -5]
+                found.append(f"{bytes(key)!r}: {without_numbers(data)}")
+    return found
+
+
+def tables_of(schema: Schema) -> dict[str, object]:
+    """Return the columns, indexes and options of tables, and some of their rows, with 0 for every number."""
+    no_partition = "!~ '^keys_[0-9]'"
+    own = f"nspname = current_schema() and relname {no_partition}"
+    return {
+        "columns": schema.ask(
+            "select table_name, column_name, data_type, is_nullable, collation_name from information_schema.columns"
+            f" where table_schema = current_schema() and table_name {no_partition} order by 1, ordinal_position"
+        ),
+        "relations": schema.ask(
+            "select relname, relkind, reloptions from pg_class join pg_namespace n on n.oid = relnamespace"
+            f" where {own} order by 1"
+        ),
+        "indexes": schema.ask(
+            "select replace(indexdef, current_schema(), '') from pg_indexes"
+            f" where schemaname = current_schema() and tablename {no_partition} order by 1"
+        ),
+        "records": [
+            without_numbers(bytes(record))
+            for query in ("select record from buffers order by name", "select record from pushes")
+            for (record,) in schema.ask(query)
+        ],
+    }
+
+
+def without_numbers(text: bytes) -> str:
+    return re.sub(r"-?\d[\d.e+-]*", "0", re.sub(r"[0-9a-f]{32}", "HEX", text.decode()))

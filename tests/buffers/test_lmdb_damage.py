@@ -18,6 +18,7 @@ from service.buffers.changes import Add, Delete, Take, Zero
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.lmdb.writer import Writer
 from service.buffers.names import BufferName
+from service.buffers.packed import FORMAT
 from service.errors import BufferCorrupt, KeyReused, StoreFailed
 from tests.buffers.calls import LARGE, add, create, do, key, ones, request, value
 from tests.buffers.stores import PATIENCE, Clock, Reopen
@@ -34,8 +35,8 @@ def prepared(reopen: Reopen) -> None:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (b"3", "has format 3, but .* knows format 4"),
-        (b"5", "has format 5"),
+        (b"3", f"has format 3, but .* knows format {FORMAT}"),
+        (str(FORMAT + 1).encode(), f"has format {FORMAT + 1}"),
         (b"10", "has format 10"),
         (b"", "has format ,"),
     ],
