@@ -27,6 +27,7 @@ from service.api.http.negotiation import PATCH_TYPES
 from service.api.http.problems import CLIENT_GONE, answer_bug, answer_error
 from service.api.http.routing import UNKNOWN, Endpoint, Table
 from service.api.http.waiting import Waiting
+from service.api.telemetry.logs import StoreLog
 from service.api.telemetry.metrics import IN_FLIGHT_BYTES, Metrics, Observer
 from service.buffers.store import Allocate, Committed, Store, uncounted
 from service.buffers.url import open_store
@@ -64,7 +65,7 @@ class Application(FastAPI):
             openapi_url=None,  # `static.py` serves it
             generate_unique_id_function=lambda route: route.name,  # an operation has the name of its handler
         )
-        self.metrics, self.history, self.observers = metrics, history, observers
+        self.metrics, self.history, self.observers, self.store_log = metrics, history, observers, StoreLog()
         self.table = Table(routers)
         self._keys = keys = None if settings.keys is None else KeyFile(settings.keys)
         admission = Admission(
@@ -130,6 +131,7 @@ class Application(FastAPI):
         except GradserveError as error:
             if call.operator is not None:
                 error.context["op"] = call.operator
+            self.store_log.note(error)
             return answer_error(call.path, error)
 
     def _admit(self, call: Call, endpoint: Endpoint | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from fastapi import APIRouter
@@ -16,7 +16,10 @@ from service.api.http.call import CurrentCall
 from service.api.http.routing import access
 from service.api.telemetry.metrics import WAITING, Metrics
 from service.buffers.store import Store
+from service.buffers.url import path_of
 from service.errors import NotReady
+from service.host.system import disk_bytes
+from service.settings import Settings
 
 
 class Live(TypedDict):
@@ -40,10 +43,13 @@ def _reading_files() -> Iterator[None]:
         raise NotReady(f"The server cannot read its own files just now: {error.strerror}") from None
 
 
-def _gauges(store: Store, limit: int) -> dict[str, float]:
-    """Return the metrics that the store knows, by name."""
+def _gauges(store: Store, settings: Settings) -> dict[str, float]:
+    """Return the metrics of the store and of its disk, by name."""
     buffers, size = store.size()
-    known: dict[str, float] = {"buffers": buffers, "store_bytes": size, "store_limit_bytes": limit}
+    known: dict[str, float] = {"buffers": buffers, "store_bytes": size, "store_limit_bytes": settings.store_bytes}
+    with suppress(OSError):
+        if (path := path_of(settings.store)) is not None:
+            known["disk_free_bytes"], known["disk_bytes"] = disk_bytes(path)
     known |= {f"database_{name}": value for name, value in store.measures().items()}
     return {f"gradserve_{name}": value for name, value in known.items()}
 
@@ -74,7 +80,7 @@ def routes(metrics: Metrics) -> APIRouter:
     async def get_metrics(call: CurrentCall) -> Answer:
         """If the server has API keys, the caller needs the scope admin, or to be let in by `GRADSERVE_METRICS_OPEN`."""
         metrics.set(WAITING, call.engine.pool.waiting())
-        metrics.gauges = await call.look_up(1, partial(_gauges, call.store, call.settings.store_bytes))
+        metrics.gauges = await call.look_up(1, partial(_gauges, call.store, call.settings))
         with _reading_files():
             return Answer([metrics.text()], CONTENT_TYPE_PLAIN_0_0_4)  # every scraper reads it, whatever it asks for
 

@@ -52,6 +52,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def disk_bytes(path: Path) -> tuple[int, int]:
+    """Return how many bytes are free on the disk of a file or directory, and how many it has. Raises OSError."""
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+
+
 def sync(descriptor: int) -> None:
     """Return when the data of a file, or the entries of a directory, are on the disk. Raises OSError.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from service.api.telemetry.logs import StoreLog
+from service.errors import BufferCorrupt, KeysFull, StoreFailed, StoreFull, UnknownBuffer
 from service.keys import add
 from tests.faults.servers import Server
 
@@ -70,6 +73,26 @@ def test_the_log_holds_no_secret_no_tensor_and_no_forged_line(tmp_path: Path) ->
     assert f", {len(json.dumps(body, separators=(',', ':')))} bytes in, " in text
     assert not [line for line in text.splitlines() if line.startswith("INFO: forged")]
     assert "\x1b[31m" not in text
+
+
+def test_a_full_store_is_one_line_a_minute(tmp_path: Path) -> None:
+    with Server(tmp_path / "store", store_bytes=1 << 17) as server, httpx.Client(base_url=server.url) as client:
+        client.put("/v1/buffers/w", json={"shape": [100_000]}).raise_for_status()
+        answers = [client.post("/v1/buffers/w/accumulate", json={"gradient": 1}) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [507] * 3
+        found = re.findall(r"WARNING: Requests get 507 \(store_full\): (.*)", server.log.read_text())
+    assert found == [answers[0].json()["detail"]]
+
+
+def test_each_fault_of_a_store_has_lines_of_its_own(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = (StoreFull("a"), StoreFull("b"), KeysFull("c"), StoreFailed("d"), BufferCorrupt("e"), UnknownBuffer("f"))
+    monkeypatch.setattr(logging.getLogger("gradserve"), "propagate", True)
+    log = StoreLog()
+    for error in faults:
+        log.note(error)
+    assert [message[-1] for message in caplog.messages] == ["a", "c", "d", "e"]
 
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "a\tb", "\xe9"])

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import platform
+import re
 import socket
 import uuid
 from collections.abc import Iterator
@@ -30,13 +31,14 @@ from tests.serving import serving, wait_until
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def scraped(url: str, *, of_database: bool = False, **headers: str) -> Samples:
+def scraped(url: str, *, store: str = "memory", **headers: str) -> Samples:
+    """Return the metrics of a server with a store in memory, on a disk or in a database. Each has gauges of its own."""
     answer = httpx.get(f"{url}/metrics", headers=headers)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"  # some scrapers read no other
     families = list(text_string_to_metric_families(answer.text))
     gauges = [name for name in GAUGES if name != "gradserve_database_lag_bytes"]  # there is no standby
-    gauges = [name for name in gauges if of_database or "_database_" not in name]
+    gauges = [name for name in gauges if f"_{store}_" in name or not re.search("_(disk|database)_", name)]
     names = [*gauges, *(family.name for family in FAMILIES), *(name.removesuffix("_total") for name in PROCESSES)]
     assert sorted(family.name for family in families) == sorted([*names, *INFORMATION])
     assert all(family.documentation for family in families)
@@ -103,17 +105,25 @@ def test_requests_are_counted_by_route_and_status(url: str) -> None:
     assert of(samples, "gradserve_workers") == 1
 
 
+def test_a_store_on_a_disk_has_metrics_of_the_disk(tmp_path: Path) -> None:
+    with serving(store=f"lmdb:{tmp_path}/store") as url:
+        samples = scraped(url, store="disk")
+    disk = os.statvfs(tmp_path)
+    assert of(samples, "gradserve_disk_bytes") == disk.f_blocks * disk.f_frsize
+    assert 0 < of(samples, "gradserve_disk_free_bytes") <= of(samples, "gradserve_disk_bytes")
+
+
 def test_a_store_in_a_database_has_metrics_of_the_database(postgres_url: str) -> None:
     with (
         serving(store=postgres_url, postgres_schema=f"test_{uuid.uuid4().hex}") as url,
         httpx.Client(base_url=url) as client,
     ):
         client.put("/v1/buffers/a", json={"shape": [100_000], "nonfinite": "reject"})
-        before = scraped(url, of_database=True)
+        before = scraped(url, store="database")
         for _ in range(2):
             client.post("/v1/buffers/a/accumulate", json={"gradient": [1] * 100_000})
         client.post("/v1/buffers/a/accumulate?epoch=1", json={"gradient": [1] * 100_000})  # refused after it was staged
-        after = scraped(url, of_database=True)
+        after = scraped(url, store="database")
     for name, expected in (("unfolded_bytes", 800_000), ("loose_bytes", 400_000), ("standbys", 0)):
         name = f"gradserve_database_{name}"
         assert (of(before, name), of(after, name)) == (0, expected)
@@ -287,7 +297,7 @@ def test_workers_count_together(tmp_path: Path) -> None:
         for _ in range(40):  # each on a new connection, which either process may accept
             httpx.post(f"{server.url}/v1/buffers/a/accumulate", json={"gradient": [1, 2]})
         for _ in range(3):
-            samples = scraped(server.url)
+            samples = scraped(server.url, store="disk")
             assert of(samples, "gradserve_requests_total", route="accumulate", status="200") == 40
             assert of(samples, "gradserve_commit_requests_sum") == 41
             assert of(samples, "gradserve_workers") == 2

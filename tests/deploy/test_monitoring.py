@@ -30,13 +30,13 @@ SERIES = r"(?:gradserve|process)_\w+"
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """The labels of every series of a server, by name. Those of a database have none."""
+    """The labels of every series of a server, by name. Those of a database or a disk have none."""
     with serving() as url:
         httpx.post(f"{url}/v1/ops/ReluGrad", json={"dY": [1], "X": [1]}).raise_for_status()
         httpx.get(f"{url}/nothing")
         text = httpx.get(f"{url}/metrics").text
     found: dict[str, set[str]] = defaultdict(set)
-    found.update({name: set() for name in GAUGES if "_database_" in name})
+    found.update({name: set() for name in GAUGES if re.search("_(database|disk)_", name)})
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found[sample.name] |= sample.labels.keys()

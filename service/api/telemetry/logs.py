@@ -11,6 +11,7 @@ import orjson
 
 from service.api.http.call import Call, unix_path
 from service.api.telemetry.metrics import Observer
+from service.errors import BufferCorrupt, GradserveError, StoreFailed, StoreFull
 from service.settings import Settings
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
@@ -18,7 +19,12 @@ TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}
 
 _LINE = "{method} {path} {status} {milliseconds} ms, {bytes} bytes in, {bytes_sent} out, from {client}, {request_id}"
 
+STORE_SECONDS = 60.0
+"""Seconds between two lines about the same fault of the store: each of thousands of requests a second meets it."""
+
 logger = logging.getLogger("gradserve.access")
+
+store_logger = logging.getLogger("gradserve.store")
 
 
 def config(settings: Settings) -> dict[str, Any]:
@@ -62,6 +68,20 @@ class AccessLog(Observer):
             fields["trace_id"], fields["span_id"] = parent[1], parent[2]
         text = _LINE.format_map(fields)
         logger.info("%s", text.encode("unicode_escape").decode(), extra={"fields": fields})
+
+
+class StoreLog:
+    """Logs that the store is full, damaged or cannot be used, now and then for each code of error."""
+
+    def __init__(self) -> None:
+        self._next: dict[str, float] = {}
+
+    def note(self, error: GradserveError) -> None:
+        """Log a line if this is a fault of the store whose last line is long ago."""
+        now = time.monotonic()
+        if isinstance(error, (BufferCorrupt, StoreFailed, StoreFull)) and now >= self._next.get(error.code, 0.0):
+            self._next[error.code] = now + STORE_SECONDS
+            store_logger.warning("Requests get %s (%s): %s", error.status, error.code, error.detail)
 
 
 def _client(call: Call) -> str | None:

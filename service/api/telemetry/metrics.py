@@ -123,6 +123,8 @@ GAUGES = {
     "gradserve_buffers": "Buffers in the store.",
     "gradserve_store_bytes": "Bytes in use in the store.",
     "gradserve_store_limit_bytes": "Bytes that the store may hold, at most.",
+    "gradserve_disk_free_bytes": "Bytes that are free on the disk of the store.",
+    "gradserve_disk_bytes": "Bytes of the disk of the store.",
     "gradserve_database_connections": "Connections to the PostgreSQL database, of all clients.",
     "gradserve_database_connections_limit": "Connections that PostgreSQL takes, at most.",
     "gradserve_database_standbys": "Synchronous standbys that follow the database.",
@@ -130,7 +132,7 @@ GAUGES = {
     "gradserve_database_loose_bytes": "Bytes in the database that are staged, or wait to be deleted.",
     "gradserve_database_unfolded_bytes": "Bytes of gradients in the database that are not added up yet.",
 }
-"""Gauges that are read when a client asks for the metrics. Only a PostgreSQL store has those of the database."""
+"""Gauges that are read when a client asks for the metrics. LMDB has those of a disk, PostgreSQL those of a database."""
 
 
 _STATUSES = {status: number for number, status in enumerate(STATUSES)}

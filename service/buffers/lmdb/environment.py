@@ -20,7 +20,7 @@ from service.buffers.packed import FORMAT, check_format
 from service.buffers.room import store_full
 from service.errors import StoreFailed
 from service.host.files import check_regular, open_new
-from service.host.system import reserve, sync_drive, sync_path
+from service.host.system import disk_bytes, reserve, sync_drive, sync_path
 
 MAP_BYTES = 1 << 40
 """LMDB's map: a part of the address space, and no memory. All processes have the same map, whatever their limits."""
@@ -228,10 +228,10 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def disk_is_full(path: Path) -> bool:
     """Return whether a failure here may come from a full disk."""
     try:
-        disk = os.statvfs(path)
+        free, _ = disk_bytes(path)
     except OSError:  # a disk that fails need not be full
         return False
-    return disk.f_bavail * disk.f_frsize < FULL_DISK_BYTES
+    return free < FULL_DISK_BYTES
 
 
 def as_client_error(error: Exception, path: Path, max_bytes: int) -> Exception:
