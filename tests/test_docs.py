@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import itertools
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
-import httpx
 import pytest
 from gradserve_client._cli.commands import command as gradserve_client_command
 
@@ -19,7 +22,7 @@ from service.api.telemetry.metrics import FAMILIES
 from service.settings import Settings
 from tests.commands import helps
 from tests.documentation import DOCUMENTS, README, ROOT, TABLES, Block, blocks, rendered, tables
-from tests.serving import delete_buffers, serving
+from tests.serving import serving
 from tests.trainers import is_trainer, trained
 
 MAX_README_BYTES = 8192
@@ -30,33 +33,28 @@ BLOCKS = {name: blocks(text) for name, text in TEXTS.items()}
 RUN = {"bash": ("json", "text"), "python": ("text",)}
 """The languages of examples, and the languages of the output after each."""
 
-OTHERS = ("benchmarks/README.md", "clients/python/README.md", "examples/README.md")
+CLIENT = "clients/python/README.md"
+OTHERS = ("benchmarks/README.md", CLIENT, "examples/README.md")
 LINKED = sorted({*DOCUMENTS, *ROOT.glob("*.md"), *(ROOT / name for name in OTHERS)})
 """The documents whose links are checked."""
 
 
 def examples() -> list[tuple[str, int, Block, str]]:
-    """Return document, number, code and printed output of every example."""
+    """Return document, number, code and printed output of every example. The client's document has others besides."""
+    client = blocks((ROOT / CLIENT).read_text())
     return [
-        (name, number, block, found[number + 1].text)
-        for name, found in BLOCKS.items()
-        for number, block in enumerate(found)
-        if block.language in RUN
+        (name, number, block, output.text)
+        for name, found in {**BLOCKS, CLIENT: client}.items()
+        for number, (block, output) in enumerate(itertools.pairwise(found))
+        if block.language in RUN and (name != CLIENT or output.language in RUN[block.language])
     ]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[str]:
+def url() -> Iterator[str]:
+    """Yield the URL of one server for all examples, as a reader has it: each has buffers of its own."""
     with serving(shared_memory=True) as url:
         yield url
-
-
-@pytest.fixture
-def url(served: str) -> str:
-    """Return the URL of a server without buffers."""
-    with httpx.Client(base_url=served) as client:
-        delete_buffers(client)
-    return served
 
 
 @pytest.mark.parametrize(
@@ -67,8 +65,9 @@ def test_examples_answer_as_printed(url: str, name: str, block: Block, output: s
     assert "127.0.0.1:8000" in block.text
     code = block.text.replace("127.0.0.1:8000", url.removeprefix("http://"))
     if block.language == "bash":
-        command = ["bash", "-euc", code]
-        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
+        command, path = ["bash", "-euc", code], f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        given: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PATH": path}, "timeout": 60}
+        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, **given).stdout
     elif is_trainer(code):
         printed = trained(code, tmp_path, workers=2)
     else:
@@ -241,7 +240,8 @@ def test_named_make_targets_exist() -> None:
 def test_named_settings_exist() -> None:
     known = {f"GRADSERVE_{name.upper()}" for name in Settings.model_fields}
     known |= {"GRADSERVE_URL", "GRADSERVE_API_KEY"}  # these belong to the client
-    known |= set(re.findall(r"\${(GRADSERVE_[A-Z_]+)", (ROOT / "compose.yaml").read_text()))
+    for file in ("compose.yaml", "deploy/containers/podman.yaml"):
+        known |= set(re.findall(r"\${(GRADSERVE_[A-Z_]+)", (ROOT / file).read_text()))
     for name, text in TEXTS.items():
         assert set(re.findall(r"\bGRADSERVE_[A-Z_]+\b", text)) <= known, name
 
