@@ -118,6 +118,8 @@ def test_who_is_missing_and_when_the_deadline_ends(call: Call, server: Client) -
     assert re.search(r"missing +rank1, rank2, rank3, rank4, rank5 *\n", shown)
     line = call(server, "watch", "--count", "1").out.splitlines()[1].split("\t")
     assert re.fullmatch(TIME, line[-2])
+    w.set_rules(per_contributor=10**9)
+    assert re.search(r"contributors +rank0 \(2\); any number of each *\n", call(server, "buffers", "show", "w").out)
     assert line[-1] == "rank1, rank2, rank3, 2 more"
     (watched,) = call(server, "watch", "--count", "1", "--json").json["buffers"]
     assert (watched["missing"], watched["contributors_in"]) == ([f"rank{rank}" for rank in range(1, 6)], {"rank0": 2})

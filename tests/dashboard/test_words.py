@@ -82,7 +82,11 @@ def test_the_words_are_those_of_the_client(
     assert written == [[f"{number:g}", f"{number:.4g}"] for number in numbers]
     sizes = [0, 999, 1000, 999_499, 999_500, 30_720_000, 5 * 10**9, 10**15]
     assert [words(page, "size", size) for size in sizes] == [client.size(size) for size in sizes]
-    for info in (INFO, INFO | PLAIN, INFO | {"missing": [], "contributors_in": {}, "closed_epochs": []}):
+    for info in (
+        INFO,
+        INFO | PLAIN | {"per_contributor": 10**9},
+        INFO | {"missing": [], "contributors_in": {}, "closed_epochs": []},
+    ):
         known = BufferInfo.of(info)
         assert words(page, "count", info) == client.count(known)
         assert words(page, "missing", info["missing"] or []) == client.late(known)[1]

@@ -22,6 +22,9 @@ from gradserve_client.models import BufferInfo, Receipt, StagedPush
 _WIDE_COLUMNS = 10_000
 """Columns of an output that is not a terminal, so that its lines are never broken."""
 
+_NO_LIMIT = 10**9
+"""Gradients of each contributor, where a buffer takes any number: the largest number that the server allows."""
+
 _PRINTED_ELEMENTS = 64
 """Elements of the largest tensor that is printed whole. Of a larger one, the corners are printed."""
 
@@ -116,7 +119,7 @@ def print_info(info: BufferInfo, pushes: Sequence[StagedPush] | None = None) -> 
         "epoch": str(info.epoch),
         "count": count(info),
         "weight": f"{info.weight:g}" + ("" if info.quorum_weight is None else f" of {info.quorum_weight:g}"),
-        "contributors": f"{contributors(info.contributors_in)}; up to {info.per_contributor} of each",
+        "contributors": f"{contributors(info.contributors_in)}; {_most(info.per_contributor)} of each",
         "missing": "not known" if info.missing is None else ", ".join(info.missing) or "nobody",
         "deadline": _deadline(info),
         "version": str(info.version),
@@ -130,6 +133,10 @@ def print_info(info: BufferInfo, pushes: Sequence[StagedPush] | None = None) -> 
         "expires": "never" if info.expires_at is None else time(info.expires_at),
     }
     console().print(table(["", "value"], list(rows.items()), wraps="value", header=False))
+
+
+def _most(count: int) -> str:
+    return "any number" if count >= _NO_LIMIT else f"up to {count}"
 
 
 def _deadline(info: BufferInfo) -> str:

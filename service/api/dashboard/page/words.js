@@ -98,6 +98,10 @@ export function many(number, noun, nouns = `${noun}s`) {
   return `${number.toLocaleString("en")} ${number === 1 ? noun : nouns}`;
 }
 
+function most(count) {
+  return count >= 1e9 ? "any number" : `up to ${count}`; // a buffer takes no larger number
+}
+
 /** Return the fields of a buffer's metadata as pairs of a name and a text. */
 export function fields(info) {
   return [
@@ -108,7 +112,7 @@ export function fields(info) {
     ["epoch", String(info.epoch)],
     ["count", count(info)],
     ["weight", weight(info)],
-    ["contributors", `${contributors(info.contributors_in)}; up to ${info.per_contributor} of each`],
+    ["contributors", `${contributors(info.contributors_in)}; ${most(info.per_contributor)} of each`],
     ["missing", info.missing === null ? "not known" : info.missing.join(", ") || "nobody"],
     ["deadline", deadline(info)],
     ["version", String(info.version)],
