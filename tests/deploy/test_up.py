@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,3 +133,40 @@ def test_podman_builds_on_no_image_that_it_cannot_pull(project: Path) -> None:
     environment = {"PATH": f"{project}/bin"}
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
     assert printed == f"-f compose.yaml -f {project}/deploy/containers/podman.yaml build gradserve --pull-always\n"
+
+
+SEVERAL = """
+case "$1" in
+info | compose) [ "$1" = info ] || [ "$2" = version ] || echo "$*" ;;
+ps) [ "$*" != "ps --all --quiet --filter label=com.docker.compose.project=gradserve" ] || echo id ;;
+inspect) echo "$OWNER" ;;
+esac
+exit 0
+"""
+"""An engine with a container of the project `gradserve`, of the checkout in OWNER."""
+
+
+@pytest.mark.parametrize("engine", ["docker", "podman"])
+def test_two_checkouts_share_no_containers(project: Path, engine: str) -> None:
+    only(project, {engine: SEVERAL, "podman-compose": 'echo "$*"'})
+    other, command = project / "other", [str(project / "deploy/containers/engine"), "compose", "down"]
+    other.mkdir()
+
+    def down(owner: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": f"{project}/bin", "OWNER": str(owner), **variables}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=project, timeout=60)
+
+    refused = down(other)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert f"those of the project gradserve belong to {other}; export a COMPOSE_PROJECT_NAME" in refused.stderr
+    (project / "link").symlink_to(project)
+    own = [down(owner) for owner in (project, project / "link", project / "gone")]
+    for done in [*own, down(other, COMPOSE_PROJECT_NAME="mine")]:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.endswith("down\n")
+
+
+def test_a_checkout_with_a_name_of_its_own_has_an_image_of_its_own() -> None:
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    assert services["gradserve"]["image"] == "${COMPOSE_PROJECT_NAME:-gradserve}"
+    assert '"${COMPOSE_PROJECT_NAME:-gradserve}" keys' in (ROOT / "deploy/keys").read_text()
