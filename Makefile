@@ -17,6 +17,7 @@ HEAVY := dashboard examples faults clients/torch clients/arrays $(addsuffix .py,
   $(addprefix buffers/test_,state_machine room lmdb_map lmdb_pages) $(addprefix api/test_,fuzz schema) \
   codecs/test_same_bits)
 QUICK := $(addprefix --ignore=tests/,$(HEAVY)) -m 'not processes'
+PERF_ANALYZER := tritonclient==2.46.0 nvidia-cuda-runtime-cu12==12.9.79
 WHAT ?=
 SECONDS ?= 60
 
@@ -34,7 +35,7 @@ check: lint  ## lint and most tests, for every edit: none with server processes,
 test: $(VENV)/.dev  ## run every test in four processes, or WHAT="tests/codecs/test_json.py -k name" in one
 	$(PYTEST) $(or $(WHAT),$(IN_FOUR))
 
-peers: $(VENV)/.peers  ## install KServe's client, which brings a hundred packages, so that make test tries it, too
+peers: $(VENV)/.peers  ## install KServe's client, with a hundred packages, and NVIDIA's perf_analyzer, so that make test tries them, too
 
 test-faults: $(VENV)/.dev  ## long runs of the tests that kill servers, fill disks and cut power
 	GRADSERVE_FAULTS=long $(PYTEST) -o faulthandler_timeout=3600 tests/faults $(WHAT)
@@ -143,6 +144,7 @@ $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
 
 $(VENV)/.peers: $(VENV)/.dev
 	$(BIN)/python $(PIP) '.[peers]'
+	PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/perf_analyzer $(PERF_ANALYZER)
 	@touch $@
 
 $(VENV)/.site: $(VENV)/.run
