@@ -160,7 +160,7 @@ class Application(FastAPI):
 
     def _nothing(self, call: Call) -> Answer:
         """Return the answer without an endpoint: 404, or of a path with other methods those, with 405 or to OPTIONS."""
-        methods = {*self.table.methods(call.path)}
+        methods = {*METHODS} if (call.method, call.path) == ("OPTIONS", "*") else {*self.table.methods(call.path)}
         if not methods:
             detail = f"There is nothing at {shown(call.path)}; /docs lists all paths"
             if call.path.startswith("/v1/buffers/"):

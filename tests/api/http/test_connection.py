@@ -121,6 +121,16 @@ def test_an_unreadable_request_of_the_open_inference_protocol_gets_its_error(
         assert connection.is_closed()
 
 
+def test_options_of_an_asterisk_asks_for_the_methods_of_the_server(url: str) -> None:
+    """HAProxy's documentation has this check, too. No other request has this target (RFC 9112, 3.2.4)."""
+    with Connection(url) as connection:
+        connection.send(b"GET * HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.answer().status == 404
+        connection.send(b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n")
+        status, headers = connection.head()
+        assert (status, headers["allow"]) == (204, "DELETE, GET, HEAD, PATCH, POST, PUT")
+
+
 def test_the_target_of_an_earlier_request_does_not_count(url: str) -> None:
     with Connection(url) as connection:
         connection.send(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
