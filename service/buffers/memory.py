@@ -27,6 +27,7 @@ from service.buffers.store import (
     Allocate,
     Committed,
     Store,
+    after_commit,
     alive,
     listed,
     settle,
@@ -79,7 +80,8 @@ class MemoryStore(Store):
             except Exception as error:
                 done.set_exception(without_traceback(error))
             else:
-                self._committed(1, time.perf_counter() - start)
+                with after_commit():
+                    self._committed(1, time.perf_counter() - start)
                 settle(done, outcome)
         return done
 

@@ -11,8 +11,10 @@ A request changes one or many buffers, all or none, and stores its idempotency k
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from itertools import islice
 from typing import Protocol, Self, TypeAlias, TypeVar
 
@@ -23,6 +25,8 @@ from service.buffers.pushes import Push
 from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown_buffer
 from service.dtypes import Array, DType
 from service.errors import BufferCorrupt, GradserveError
+
+logger = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=BaseException)
 
@@ -51,6 +55,15 @@ def without_traceback(error: E) -> E:
     if isinstance(error, GradserveError):
         error.__traceback__ = error.__context__ = None
     return error
+
+
+@contextmanager
+def after_commit() -> Iterator[None]:
+    """Log an error of what follows a commit. The requests are made: they must not fail, nor be made again."""
+    try:
+        yield
+    except Exception:
+        logger.exception("gradserve could not do all that follows a commit")
 
 
 class Store(Protocol):

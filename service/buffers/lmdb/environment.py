@@ -52,6 +52,10 @@ FILES = "data.mdb", "lock.mdb", "values"
 """The files that processes share; they find each file by its name."""
 
 
+class UnsyncedError(lmdb.Error):
+    """A transaction is committed, but may not be on the disk."""
+
+
 class Environment:
     """The LMDB environment of a store, its databases, and its transactions."""
 
@@ -152,14 +156,17 @@ class Environment:
     def writing(self) -> Iterator[Any]:
         """Begin a transaction that writes. It is committed on leaving, unless an exception is raised.
 
-        Raises `StoreFailed` for what cannot be decoded, and lmdb.Error.
+        Raises `StoreFailed` for what cannot be decoded, and lmdb.Error, which may be `UnsyncedError`.
         """
         try:
             with self._env.begin(write=True, buffers=True) as txn:
                 yield txn
         except UNREADABLE as error:
             raise as_client_error(error, self.path, self.max_bytes) from None
-        sync_drive(self.path / "data.mdb")  # LMDB writes the page that completes a commit with O_DSYNC
+        try:
+            sync_drive(self.path / "data.mdb")  # LMDB writes the page that completes a commit with O_DSYNC
+        except OSError as error:
+            raise UnsyncedError(f"the disk may lack what is committed (error {error.errno})") from None
 
     def check_files(self) -> None:
         """Raise `StoreFailed` if a file was removed or replaced since it was opened.

@@ -20,7 +20,7 @@ from service.buffers import failpoints
 from service.buffers.batches import Batches
 from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.drafts import Draft
-from service.buffers.lmdb.environment import Environment, as_client_error, disk_is_full
+from service.buffers.lmdb.environment import Environment, UnsyncedError, as_client_error, disk_is_full
 from service.buffers.lmdb.format import microseconds
 from service.buffers.lmdb.reader import reading
 from service.buffers.lmdb.slots import Slots
@@ -28,7 +28,7 @@ from service.buffers.lmdb.submissions import Answer, Submission, UndoneError, fo
 from service.buffers.lmdb.transaction import MOST_CLOSED, MOST_EXPIRED, LmdbTransaction
 from service.buffers.perform import Outcome, Request
 from service.buffers.room import UNLIMITED
-from service.buffers.store import Committed, settle, without_traceback
+from service.buffers.store import Committed, after_commit, settle, without_traceback
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 logger = logging.getLogger(__name__)
@@ -132,17 +132,18 @@ class Writer:
                 self._make(submissions[:half])
                 submissions = submissions[half:]
             except Exception as error:
-                if len(submissions) == 1:
-                    client_error = as_client_error(error, self._env.path, self._env.max_bytes)
-                    self._fail(submissions[0], client_error)
+                if len(submissions) == 1 or isinstance(error, UnsyncedError):
+                    for submission in submissions:
+                        self._fail(submission, as_client_error(error, self._env.path, self._env.max_bytes))
                     return
                 for submission in submissions:  # there may be no room for all, or one request may be at fault
                     self._make([submission])
                 return
             else:
-                failpoints.hit("committed")
                 made = [*zip(submissions, answers, strict=True)]
-                self._committed(sum(one.is_ended_by(each) for one, each in made), time.perf_counter() - start)
+                with after_commit():
+                    failpoints.hit("committed")
+                    self._committed(sum(one.is_ended_by(each) for one, each in made), time.perf_counter() - start)
                 for submission, answer in made:
                     self._answer(submission, answer)
                 return
@@ -170,13 +171,11 @@ class Writer:
         try:
             return self._transact(submissions)
         except Exception as error:
-            if not (self._is_full(error) and self._make_room()):
+            cause = error.error if isinstance(error, UndoneError) else error
+            is_full = isinstance(as_client_error(cause, self._env.path, self._env.max_bytes), StoreFull)
+            if not (is_full and self._make_room()):
                 raise
         return self._transact(submissions)
-
-    def _is_full(self, error: Exception) -> bool:
-        cause = error.error if isinstance(error, UndoneError) else error
-        return isinstance(as_client_error(cause, self._env.path, self._env.max_bytes), StoreFull)
 
     def _transact(self, submissions: list[Submission]) -> list[Answer]:
         answers: list[Answer] = []
@@ -207,9 +206,6 @@ class Writer:
             if room < UNLIMITED:
                 changes.check_room(room)
             failpoints.hit("before commit")
-        self._next_due = min(self._next_due, changes.next_due)
-        for fold in folds(changes.to_fold):
-            self._batches.put(fold)  # a store that closes leaves it to its next life
         return answers
 
     @contextmanager
@@ -231,8 +227,12 @@ class Writer:
             state.values.clear()  # the transaction that failed has changed them where they are
             raise
         if changes.writes:
-            state.last = number
-            state.records.remember(changes.changed)
+            with after_commit():
+                state.records.remember(changes.changed)
+                state.last = number
+                self._next_due = min(self._next_due, changes.next_due)
+                for fold in folds(changes.to_fold):
+                    self._batches.put(fold)  # a store that closes leaves it to its next life
 
     # ----- room -----
 
