@@ -71,7 +71,11 @@ class Store(Protocol):
 
     Thread-safe. The caller owns what the store returns.
 
-    `submit` never blocks. `records`, `read` and `size` may take long in every store. `record`, `closed`, `look`,
+    Whatever an answer says is durable, whichever server wrote it: with `replicated`, the standby has it. So an answer
+    comes from `submit`, `durable`, `records`, `read`, `recall` or `pushes`. `record` and `look` show what may still be
+    lost, and only say what to do next.
+
+    `submit` never blocks. `records`, `read` and `size` may take long in every store. `record`, `durable`, `look`,
     `recall`, `now` and `generation` block only in a store that `blocks`: then the event loop must not call them.
 
     The store closes an epoch soon after its deadline, and before the next change of its buffer. Until then a read may
@@ -98,11 +102,14 @@ class Store(Protocol):
     def record(self, name: str) -> Record:
         """Return the buffer. Raises `UnknownBuffer`."""
 
-    def closed(self, name: str, epoch: int) -> Record:
-        """Return the buffer, whose closed `epoch` is durable. Raises `UnknownBuffer`, `EpochOpen` and `EpochGone`."""
-        record = self.record(name)
-        record.closed_epoch(epoch)
-        return record
+    def durable(self, names: Sequence[str], epoch: int | None = None) -> list[Record]:
+        """Return the buffers, with the closed `epoch` if it is given.
+
+        Raises `UnknownBuffer`, `EpochOpen`, `EpochGone` and `BufferCorrupt`.
+        """
+        full = [BufferName(self.namespace, name) for name in names]
+        found = self.look(full)
+        return with_closed([found.get(name) or self.record(name.name) for name in full], epoch)
 
     def now(self) -> float:
         """Return the time of the store's clock, in seconds since 1970. It may block like `record`."""
@@ -172,6 +179,14 @@ def alive(record: Record | None, name: str, now: float) -> Record:
     if record is None or not record.lives(now):
         raise unknown_buffer(name)
     return record
+
+
+def with_closed(records: list[Record], epoch: int | None) -> list[Record]:
+    """Return the records. Raises `EpochOpen` and `EpochGone` for the closed `epoch`."""
+    if epoch is not None:
+        for record in records:
+            record.closed_epoch(epoch)
+    return records
 
 
 def snapshots(

@@ -13,7 +13,7 @@ import pytest
 from service.buffers.memory import MemoryStore
 from tests.serving import serving
 
-LOOK_UPS = ("record", "closed", "now", "look", "records", "read", "recall", "generation", "size")
+LOOK_UPS = ("record", "durable", "now", "look", "records", "read", "recall", "generation", "size")
 
 
 @pytest.fixture

@@ -18,7 +18,16 @@ from service.buffers.perform import Outcome, Request
 from service.buffers.record import Record
 from service.buffers.restore import Restore
 from service.buffers.store import Store
-from service.errors import BufferExists, EpochOpen, PreconditionFailed, StaleEpoch, StoreFailed, UnknownBuffer
+from service.errors import (
+    BufferExists,
+    EpochGone,
+    EpochOpen,
+    PreconditionFailed,
+    StaleEpoch,
+    StoreFailed,
+    UnknownBuffer,
+)
+from tests.buffers.answers import ANSWERS, LOOKS, prepare
 from tests.buffers.calls import LARGE, add, create, do, fails_alone, key, ones, spec, state, value
 from tests.buffers.stores import PATIENCE, Clock, open_lmdb, open_memory
 from tests.kernels.equality import assert_same_bits
@@ -449,3 +458,32 @@ def test_a_read_of_many_buffers_is_of_one_moment(store: Store) -> None:
         assert (second.value == second.record.count).all()
     thread.join(PATIENCE)
     assert value(store, "a")[0] == 60
+
+
+# ----- what answers say -----
+
+
+def test_every_method_of_a_store_is_a_look_or_answers() -> None:
+    """`tests/faults/test_fence.py` asks for each answer while the standby is cut off: it must know them all."""
+    methods = {name for name, method in vars(Store).items() if callable(method) and not name.startswith("_")}
+    assert methods == LOOKS | {what.split()[0] for what in ANSWERS}
+
+
+@pytest.mark.parametrize("what", ANSWERS)
+def test_an_answer_changes_nothing(namespace: Store, what: str) -> None:
+    prepare(namespace)
+    before = state(namespace)
+    assert ANSWERS[what](namespace) == ANSWERS[what](namespace)
+    assert state(namespace) == before
+
+
+def test_a_durable_buffer_is_as_it_is_looked_at(store: Store) -> None:
+    create(store, "a", "b", keep=1)
+    for _ in range(2):
+        do(store, Take(name="a"))
+    assert store.durable(["b", "a"]) == [store.record("b"), store.record("a")]
+    assert store.durable(["a"], 1) == [store.record("a")]
+    assert store.durable([]) == []
+    for names, epoch, error in ((["a", "c"], None, UnknownBuffer), (["a", "b"], 1, EpochOpen), (["a"], 0, EpochGone)):
+        with pytest.raises(error):
+            store.durable(names, epoch)

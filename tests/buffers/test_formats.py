@@ -129,7 +129,7 @@ def test_the_export_of_every_format_brings_its_buffers(tmp_path: Path, name: str
             assert value(store, "table")[[0, -1]].tolist() == [[7, 9], [4, 5]]
             assert store.record("late").contributors_in == {"x": 1}
         with pytest.raises(EpochGone):
-            store.closed("weight", 0)
+            store.durable(["weight"], 0)
         assert add(store, "weight", [1, 1, 1])["closed"]
 
 

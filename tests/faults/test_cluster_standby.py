@@ -45,6 +45,17 @@ def connected(*servers: Server) -> Iterator[list[Client]]:
         yield [stack.enter_context(Client(server.url)) for server in servers]
 
 
+@contextmanager
+def watched(pair: Pair, place: Path) -> Iterator[tuple[Server, Server, PostgresStore]]:
+    """Yield two servers that wait for the standby, and a store of theirs that does not."""
+    schema = f"s{new_key()}"
+    with (
+        replicas(2, place, pair.url, durability="replicated", postgres_schema=schema) as (one, two),
+        closing(PostgresStore(pair.url, schema=schema)) as behind,
+    ):
+        yield one, two, behind
+
+
 def adding(client: Client, key: str, seconds: float) -> int | None:
     """Add once, with this key. Return the answer's status, or None if there is no answer in time."""
     try:
@@ -56,13 +67,13 @@ def adding(client: Client, key: str, seconds: float) -> int | None:
 
 def test_nothing_is_acknowledged_without_the_standby(pair: Pair, tmp_path: Path) -> None:
     """Not even a key that the primary knows: cancelling the wait for the standby makes it known there."""
-    with replicas(2, tmp_path, pair.url, durability="replicated") as (one, two), connected(one, two) as clients:
+    with watched(pair, tmp_path) as (one, two, behind), connected(one, two) as clients:
         clients[0].create("w", (3,), quorum=2)
         pair.standby.stop()
         assert adding(clients[0], "k", 1) is None
-        assert clients[1].metadata("w")["count"] == 0
+        assert behind.record("w").count == 0
         assert pair.primary.execute(f"select pg_cancel_backend(pid) {WAITERS}") == [(True,)]
-        wait(lambda: clients[1].metadata("w")["count"] == 1, "the commit is not visible")
+        wait(lambda: behind.record("w").count == 1, "the commit is not visible")
         assert adding(clients[1], "k", 1) is None
         with ThreadPoolExecutor(1) as thread:
             later = thread.submit(adding, clients[0], "another", PATIENCE)
@@ -78,12 +89,12 @@ def test_nothing_is_acknowledged_without_the_standby(pair: Pair, tmp_path: Path)
 
 
 def test_a_closed_epoch_is_not_read_before_the_standby_has_it(pair: Pair, tmp_path: Path) -> None:
-    with replicas(2, tmp_path, pair.url, durability="replicated") as (one, two), connected(one, two) as clients:
+    with watched(pair, tmp_path) as (one, two, behind), connected(one, two) as clients:
         clients[0].create("w", (3,), quorum=1)
         pair.standby.stop()
         assert adding(clients[0], "k", 1) is None
         pair.primary.execute(f"select pg_terminate_backend(pid) {WAITERS}")
-        wait(lambda: clients[1].metadata("w")["epoch"] == 1, "the commit is not visible")
+        wait(lambda: behind.record("w").epoch == 1, "the commit is not visible")
         with pytest.raises(httpx.ReadTimeout):
             clients[1].once("GET", "/v1/buffers/w/value", params={"epoch": 0}, timeout=1)
         pair.standby.start()
@@ -96,18 +107,18 @@ def test_an_epoch_closed_late_is_not_read_before_the_standby_has_it(pair: Pair) 
     with closing(PostgresStore(pair.url, schema="late", replicated=True, clock=Clock())) as store:
         create(store, "w", quorum=1)
         add(store, "w", 1.0)
-        assert store.closed("w", 0).epoch == 1
+        assert store.durable(["w"], 0)[0].epoch == 1
         pair.standby.stop()
         with ThreadPoolExecutor(3) as threads:
             threads.submit(add, store, "w", 1.0)
             wait(lambda: pair.primary.execute(f"select pg_cancel_backend(pid) {WAITERS}"), "the add does not wait")
             wait(lambda: store.record("w").epoch == 2, "the commit is not visible")
-            looking, reading = threads.submit(store.closed, "w", 1), threads.submit(store.read, ["w"], 1)
+            looking, reading = threads.submit(store.durable, ["w"], 1), threads.submit(store.read, ["w"], 1)
             time.sleep(1)
             assert not looking.done()
             assert not reading.done()
             pair.standby.start()
-            assert looking.result(PATIENCE).epoch == 2
+            assert looking.result(PATIENCE)[0].epoch == 2
             assert reading.result(PATIENCE)[0].value.tolist() == [1, 1]
 
 
@@ -182,7 +193,7 @@ def sent(client: Client, part: int, names: str, seconds: float) -> int | None:
 
 def test_a_push_in_parts_outlives_failovers(pair: Pair, tmp_path: Path) -> None:
     """One comes between its parts. One comes after the commit of the last part, which the next primary lacks."""
-    with replicas(2, tmp_path, pair.url, durability="replicated") as (one, two), connected(one, two) as clients:
+    with watched(pair, tmp_path) as (one, two, behind), connected(one, two) as clients:
         for name in "ab":
             clients[0].create(name, (SIZE,))
         assert sent(clients[0], 1, "a", PATIENCE) == 202
@@ -191,9 +202,9 @@ def test_a_push_in_parts_outlives_failovers(pair: Pair, tmp_path: Path) -> None:
         assert [push["staged"] for push in clients[1].done("GET", "/v1/pushes")["pushes"]] == [[1]]
         pair.standby.stop()
         assert sent(clients[0], 2, "b", 1) is None
-        assert clients[1].metadata("a")["count"] == 0
+        assert behind.record("a").count == 0
         wait(lambda: pair.primary.execute(f"select pg_cancel_backend(pid) {WAITERS}"), "the part does not wait")
-        wait(lambda: clients[1].metadata("a")["count"] == 1, "the commit is not visible")
+        wait(lambda: behind.record("a").count == 1, "the commit is not visible")
         for client, part, name in ((clients[1], 2, "b"), (clients[0], 1, "a")):
             assert sent(client, part, name, 1) is None
         pair.fail_over()
@@ -207,13 +218,13 @@ def test_a_push_in_parts_outlives_failovers(pair: Pair, tmp_path: Path) -> None:
 
 
 def test_a_refused_push_is_not_answered_before_the_standby_has_it(pair: Pair, tmp_path: Path) -> None:
-    with replicas(2, tmp_path, pair.url, durability="replicated") as (one, two), connected(one, two) as clients:
+    with watched(pair, tmp_path) as (one, two, behind), connected(one, two) as clients:
         for client, name in zip(clients, "ab", strict=True):
             client.create(name, (SIZE,))
         pair.standby.stop()
         assert sent(clients[0], 1, "c", 1) is None
         wait(lambda: pair.primary.execute(f"select pg_cancel_backend(pid) {WAITERS}"), "the part does not wait")
-        wait(lambda: clients[1].done("GET", "/v1/pushes")["pushes"], "the refusal is not visible")
+        wait(behind.pushes, "the refusal is not visible")
         assert sent(clients[1], 2, "", 1) is None
         pair.standby.start()
         wait(lambda: sent(clients[1], 2, "", PATIENCE) == 404, "the refusal is not answered")

@@ -109,10 +109,10 @@ async def get_buffer(call: CurrentCall, name: str, query: Annotated[MetadataQuer
     """
     refuse_headers(call, "If-Match")
     epoch = query.epoch
-    record = await call.wait_for(query.timeout, partial(_when_closed, call, check_name(name), epoch))
+    await call.wait_for(query.timeout, partial(_when_closed, call, check_name(name), epoch))
+    (record,) = await call.look_up(1, call.store.durable, [name], epoch)
     closed, body = None, record.as_json
     if epoch is not None:
-        record = await call.look_up(1, call.store.closed, name, epoch)
         closed = record.closed_epoch(epoch)
         body = partial(record.receipt, updated=False, of=closed)
     fields = {"ETag": record.tag_of(closed or record)}
@@ -175,6 +175,8 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
     _, answers = media_types(call)
     check_name(name)
     record = await call.wait_for(query.timeout, partial(_when_closed, call, name, query.epoch))
+    if b"if-none-match" in call.headers:
+        (record,) = await call.look_up(1, call.store.durable, [name], query.epoch)
     tag = record.tag_of(record if query.epoch is None else record.closed_epoch(query.epoch))
     form, size = form_of(call, answers, query), record.spec.nbytes
     known = known_tag(call, formed(tag, answers), form.coding)

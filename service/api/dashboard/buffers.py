@@ -25,9 +25,8 @@ from service.api.dashboard.summary import heat_map
 from service.api.http.answer import JsonAnswer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.routing import access, body
-from service.buffers.names import BufferName, check_name
+from service.buffers.names import check_name
 from service.buffers.record import Record, Snapshot
-from service.buffers.store import Store
 from service.errors import BufferCorrupt, Busy, EpochGone, InvalidParameter, TensorTooLarge, UnknownBuffer
 
 MAX_READINGS = 10
@@ -72,7 +71,7 @@ def routes(known: BufferStatistics) -> APIRouter:
 def _answer_many(
     call: Call, known: BufferStatistics, names: Sequence[str], prefix: str | None
 ) -> JsonAnswer[ManyStatistics]:
-    records = _records(call.store, names) if prefix is None else call.store.records(prefix)
+    records = call.store.durable(names) if prefix is None else call.store.records(prefix)
     check_not_empty(records, prefix)
     call.reserve(RECEIPT_BYTES * len(records))
     found = {record.id: known.last(record) for record in records}
@@ -87,12 +86,6 @@ def _answer_many(
             continue  # the endpoint of this buffer alone answers the error
     shown = {record.name: found[record.id] for record in records}
     return JsonAnswer({"statistics": {name: None if one is None else one.text for name, one in shown.items()}})
-
-
-def _records(store: Store, names: Sequence[str]) -> list[Record]:
-    """Return the buffers. Raises `UnknownBuffer` and `BufferCorrupt`."""
-    found = store.look([BufferName(store.namespace, name) for name in names])
-    return [found.get(BufferName(store.namespace, name)) or store.record(name) for name in names]
 
 
 def _oldest_first(records: Sequence[Record], found: dict[int, Computed | None]) -> list[Record]:
@@ -133,7 +126,7 @@ def _answer_last(call: Call, known: BufferStatistics, name: str, query: Statisti
 
 
 def _answer_one(call: Call, known: BufferStatistics, name: str, query: StatisticsQuery) -> JsonAnswer[FullStatistics]:
-    record = call.store.record(name) if query.epoch is None else call.store.closed(name, query.epoch)
+    (record,) = call.store.durable([name], query.epoch)
     state = record if query.epoch is None else record.closed_epoch(query.epoch)
     computed, picture = known.of(record, state), None
     if computed is None or query.heat_map is not None:

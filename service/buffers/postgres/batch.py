@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from psycopg.errors import DiskFull
+
 from service.buffers.changes import Create
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import statements as sql
-from service.buffers.postgres.connections import Database, NoStandbyError
+from service.buffers.postgres.connections import Database, NoStandbyError, UnsureError
 from service.buffers.postgres.exchange import Connection, ResultRows, columns
 from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, ask_pushes, found_pushes, put_pushes
 from service.buffers.postgres.schema import FREED_SECONDS
@@ -56,11 +58,10 @@ class Batch:
     def __init__(self, submissions: Sequence[Submission]) -> None:
         self.submissions = submissions
         self.answers: list[Outcome | GradserveError] = []
+        self.changes = Changes()
         self.now = 0.0
-        self.server = ""
-        """The name of the primary that has made the last attempt."""
-        self.replayed = False
-        """Whether an answer repeats that of a request that another server may have made a moment ago."""
+        self.may_be_committed = False
+        """Whether an attempt may be: then only the same batch may be made again, for its mark says whether it is."""
         self._mark = os.urandom(16)  # a key of the transaction's own: whether it was committed
 
     def lock(self, database: Database, connection: Connection, key_seconds: float) -> Found | None:
@@ -101,11 +102,14 @@ class Batch:
                 sql.TIME(clock),
             ]
         )
-        _, ((*_, self.server),), _, _, keys, _, counts, rows, claimed, staged, ((self.now, standbys),) = said
+        _, _, _, _, keys, _, counts, rows, claimed, staged, ((self.now, standbys),) = said
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
         if self._mark in known:
             connection.execute("rollback")
+            if not database.read(connection, sql.KEYS([self._mark]), fenced=True):
+                raise UnsureError("another primary may lack the commit")
             return None
+        self.may_be_committed = False
         if database.replicated and not standbys:
             raise NoStandbyError("its synchronous_standby_names are empty")
         if blobs and claimed != [(len(blobs),)]:
@@ -114,30 +118,35 @@ class Batch:
         records, seqs = _records(names, rows)
         return Found(records, known, Counter(dict(counts)), seqs, pushes)
 
-    def write(self, connection: Connection, changes: Changes, found: Found) -> bool:
-        """Write the changes and commit. Return whether there were any."""
+    def write(self, database: Database, connection: Connection, found: Found) -> None:
+        """Write the changes and commit."""
+        changes = self.changes
         used = {delta.blob for deltas in changes.deltas.values() for delta in deltas}
         unused = [blob for one in self.submissions for blob in one.staged.values() if blob not in used]
         gone = [name for name, stored in changes.records.items() if stored is None and found.records[name] is not None]
         put = [(*name, *_row(stored)) for name, stored in changes.records.items() if stored is not None]
         deltas = [delta for deltas in changes.deltas.values() for delta in deltas if delta.staged is None]
         moved = [(one.staged, *one) for deltas in changes.deltas.values() for one in deltas if one.staged is not None]
-        has_changed = bool(changes.records or changes.keys or changes.pushes)
         keys = [(digest, key.caller, pack_known(known)) for digest, (key, known) in changes.keys.items()]
-        connection.exchange(
-            [
-                sql.DELETE(*columns(gone, 2)) if gone else None,
-                sql.PUT(*columns(put, 6)) if put else None,
-                sql.INSERT(*columns(deltas, 9)) if deltas else None,
-                MOVE(*columns(moved, 4)) if moved else None,
-                sql.FREE(changes.freed, None, FREED_SECONDS) if changes.freed else None,
-                sql.STAGE(0.0, unused) if unused else None,
-                *put_pushes(changes.pushes),
-                sql.REMEMBER(self.now, *columns([*keys, (self._mark, "", b"")], 3)) if has_changed else None,
-                sql.COMMIT(),
-            ]
-        )
-        return has_changed
+        self.may_be_committed = True
+        try:
+            database.commit(
+                connection,
+                [
+                    sql.DELETE(*columns(gone, 2)) if gone else None,
+                    sql.PUT(*columns(put, 6)) if put else None,
+                    sql.INSERT(*columns(deltas, 9)) if deltas else None,
+                    MOVE(*columns(moved, 4)) if moved else None,
+                    sql.FREE(changes.freed, None, FREED_SECONDS) if changes.freed else None,
+                    sql.STAGE(0.0, unused) if unused else None,
+                    *put_pushes(changes.pushes),
+                    sql.REMEMBER(self.now, *columns([*keys, (self._mark, "", b"")], 3)) if changes else None,
+                ],
+                fenced=not changes,
+            )
+        except DiskFull:
+            self.may_be_committed = False
+            raise
 
 
 def _row(stored: Stored) -> tuple[bytes, int, float | None, float | None]:

@@ -7,15 +7,32 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import psycopg
 from psycopg import errors
 
-from service.buffers.postgres.exchange import PATIENCE_SECONDS, Connection, Execution, ResultRows, Statement
-from service.buffers.postgres.statements import BACKEND, BEGIN, BEGIN_READING, COMMIT, FENCE, HAS_STANDBY, SETTINGS
+from service.buffers.postgres.exchange import (
+    PATIENCE_SECONDS,
+    Connection,
+    Execution,
+    ResultRows,
+    SilentError,
+    Statement,
+)
+from service.buffers.postgres.statements import (
+    BACKEND,
+    BEGIN,
+    BEGIN_READING,
+    CANCEL,
+    COMMIT,
+    FENCE,
+    HAS_STANDBY,
+    IS_REPLICATED,
+    SETTINGS,
+)
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 R = TypeVar("R")
@@ -85,8 +102,8 @@ class NoStandbyError(psycopg.OperationalError):
     """The database has no synchronous standby."""
 
 
-class MovedError(psycopg.OperationalError):
-    """Another server has become the primary. It may lack what the last had shown."""
+class UnsureError(psycopg.OperationalError):
+    """A commit may be done, and if it is, perhaps only on the primary."""
 
 
 class _Pool:
@@ -135,6 +152,8 @@ class Database:
     """The database at `url`, whose `schema` has the tables of the store.
 
     If `replicated`, a durable commit returns once the synchronous standby has it, too; else, once the disk has it.
+    A commit stays visible if its wait for the standby is cancelled, or if the primary crashes meanwhile; so what an
+    answer says is read in a transaction that is fenced.
 
     All settings are made in each transaction, so that a pooler such as PgBouncer may hand each to another backend.
     """
@@ -173,38 +192,69 @@ class Database:
     @contextmanager
     def transaction(self, *, durable: bool = True, patience: float = RETRY_SECONDS) -> Iterator[Connection]:
         """Yield a connection, in a transaction that is committed on leaving."""
-        with self.workers.lend(patience) as connection, self._within(connection, durable=durable):
+        with self.workers.lend(patience) as connection, self._begun(connection, durable=durable):
             yield connection
+            if durable:
+                self.commit(connection)
+            else:
+                connection.exchange([COMMIT()])
 
     @contextmanager
     def reading(self, patience: float) -> Iterator[Connection]:
-        """Yield a connection, in a transaction that sees one moment of the primary: a standby refuses it."""
-        with self.readers.lend(patience) as connection, self._within(connection, begin=BEGIN_READING):
-            yield connection
+        """Yield a connection, in a transaction that sees one moment of the primary: a standby refuses it.
 
-    def read(self, connection: Connection, execution: Execution) -> ResultRows:
+        On leaving, it is fenced.
+        """
+        with self.readers.lend(patience) as connection, self._begun(connection, begin=BEGIN_READING):
+            yield connection
+            self.commit(connection, fenced=True)
+
+    def read(self, connection: Connection, execution: Execution, *, fenced: bool = False) -> ResultRows:
         """Return the rows of a query, which sees one moment of the primary, in one round trip."""
-        executions = [*self.beginning(begin=BEGIN_READING), execution, COMMIT()]
-        _, ((*_, connection.server),), rows, _ = connection.exchange(executions)
-        return rows
+        executions = [*self.beginning(begin=BEGIN_READING), execution]
+        if fenced:
+            return self.commit(connection, executions, fenced=True)[-1]
+        return connection.exchange([*executions, COMMIT()])[-2]
+
+    def commit(
+        self, connection: Connection, executions: Sequence[Execution | None] = (), *, fenced: bool = False
+    ) -> list[ResultRows]:
+        """Execute these, and commit: durable, if the transaction has written. Return the rows.
+
+        If `replicated`, it returns once the standby has all that a `fenced` transaction saw, whichever server wrote it:
+        the transaction writes to the log, so that its commit waits for everything before it. Another transaction would
+        not do. It may be one of the next primary, which lacks what this one saw.
+
+        Raises `NoStandbyError`, and `UnsureError` if the database did not wait for its standby.
+        """
+        fence, after = (FENCE() if fenced else None, IS_REPLICATED()) if self.replicated else (None, None)
+        connection.has_warned, backend = False, connection.info.backend_pid
+        try:
+            *found, crossed, _, waited = connection.exchange([*executions, fence, COMMIT(), after])
+        except SilentError:
+            if fence is not None and connection.prepared is not None:
+                self._cancel(backend)
+            raise
+        if crossed == [(False,)]:
+            raise NoStandbyError("it has no synchronous standby just now")
+        if self.replicated and (connection.has_warned or waited != [(True,)]):
+            raise UnsureError("the wait for the standby was cancelled")
+        return found
+
+    def _cancel(self, backend: int) -> None:
+        """End a wait for the standby whose commit changes nothing. Else the backend would wait for it for ever."""
+        with suppress(psycopg.Error), self.connect() as connection:
+            connection.ask(CANCEL(backend))
 
     @contextmanager
-    def _within(self, connection: Connection, **options: Any) -> Iterator[None]:
+    def _begun(self, connection: Connection, **options: Any) -> Iterator[None]:
         try:
-            _, ((*_, connection.server),) = connection.exchange(self.beginning(**options))
+            connection.exchange(self.beginning(**options))
             yield
-            connection.commit_surely()
         except BaseException:
             with suppress(psycopg.Error):
                 connection.execute("rollback")
             raise
-
-    def cross(self, connection: Connection) -> str:
-        """Wait until the standby has everything that was committed before. Return the name of the server."""
-        with self._within(connection):
-            self.check_standby(connection)
-            connection.ask(FENCE())
-            return connection.server
 
     def check_standby(self, connection: Connection) -> None:
         """Raise `NoStandbyError` if the commits have to wait for a synchronous standby that is not there."""

@@ -96,8 +96,8 @@ def columns(rows: Sequence[Sequence[object]], count: int) -> list[list[object]]:
 _numbers = itertools.count()
 
 
-class UnsureError(psycopg.OperationalError):
-    """The database did not wait for its standby: the commit is done there, and perhaps nowhere else."""
+class SilentError(psycopg.OperationalError):
+    """The database says nothing, and the connection is closed."""
 
 
 class Connection(psycopg.Connection[Any]):
@@ -108,10 +108,8 @@ class Connection(psycopg.Connection[Any]):
     """
 
     patience = PATIENCE_SECONDS
-    server = ""
-    """The name of the primary that has begun the last transaction: the time of its start."""
-    is_unsure = False
-    """Whether the database has warned since the last `commit_surely`: of a commit that did not wait for the standby."""
+    has_warned = False
+    """Whether the database has warned, as of a commit that did not wait for the standby."""
 
     prepared: dict[Statement, bytes] | None = None
     """The names of the statements that the backend has prepared. None if each transaction may have another backend."""
@@ -119,7 +117,7 @@ class Connection(psycopg.Connection[Any]):
     @classmethod
     def connect(cls, *arguments: Any, **named: Any) -> Self:
         connection = super().connect(*arguments, **named)
-        connection.add_notice_handler(lambda warning: setattr(connection, "is_unsure", True))
+        connection.add_notice_handler(lambda warning: setattr(connection, "has_warned", True))
         return connection
 
     def ask(self, execution: Execution) -> ResultRows:
@@ -142,13 +140,6 @@ class Connection(psycopg.Connection[Any]):
         answers = (result for result in results if result.command_status)  # that of a preparation is empty
         return [[] if execution is None else _rows(transformer, next(answers)) for execution in executions]
 
-    def commit_surely(self) -> None:
-        """Commit. Raises `UnsureError` if the database did not wait for its standby."""
-        self.is_unsure = False
-        self.execute("commit")
-        if self.is_unsure:
-            raise UnsureError("the wait for the standby was cancelled")
-
     def wait(self, gen: PQGen[R], *arguments: Any, **named: Any) -> R:
         return super().wait(self._impatient(gen), *arguments, **named)
 
@@ -164,7 +155,7 @@ class Connection(psycopg.Connection[Any]):
                     end = time.monotonic() + self.patience
                 elif time.monotonic() > end:
                     self.close()
-                    raise psycopg.OperationalError(f"the database has been silent for {self.patience:g} seconds")
+                    raise SilentError(f"the database has been silent for {self.patience:g} seconds")
                 wanted = gen.send(ready)
         except StopIteration as done:
             result: R = done.value

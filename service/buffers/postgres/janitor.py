@@ -71,7 +71,7 @@ class Janitor:
 
     def used(self) -> int:
         """Return the bytes in use."""
-        with self._database.transaction() as connection:
+        with self._database.transaction(durable=False) as connection:
             return int(connection.ask(USED())[0][0])
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Janitor:
         """Count the bytes in use. Return the seconds that this took."""
         began = time.monotonic()
         self._used = self.used()
-        with self._database.transaction() as connection:
+        with self._database.transaction(durable=False) as connection:
             self._key_bytes = dict(connection.ask(KEY_BYTES(BYTES_PER_KEY)))
         return time.monotonic() - began
 

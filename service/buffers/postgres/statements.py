@@ -25,10 +25,8 @@ BEGIN_READING = Statement("begin isolation level repeatable read, read write")
 SETTINGS = Statement("""
     select set_config('search_path', quote_ident($1::text), true), set_config('synchronous_commit', $2::text, true),
         set_config('lock_timeout', $3::text, true), set_config('idle_in_transaction_session_timeout', $4::text, true),
-        set_config('statement_timeout', '0', true), set_config('client_min_messages', 'warning', true),
-        pg_postmaster_start_time()::text
+        set_config('statement_timeout', '0', true), set_config('client_min_messages', 'warning', true)
 """)
-"""Its last column names the server."""
 
 COMMIT = Statement("commit")
 
@@ -36,15 +34,24 @@ NOW = Statement("select coalesce($1::double precision, extract(epoch from now())
 
 BACKEND = Statement("select pg_backend_pid()")
 
-FENCE = Statement("select pg_logical_emit_message(true, 'gradserve', '')")
-"""Writes to the log: once the commit returns, the standby has everything that came before."""
-
-HAS_STANDBY = Statement("""
-    select current_setting('synchronous_standby_names') <> '' and exists (
+_HAS_STANDBY = """
+    current_setting('synchronous_standby_names') <> '' and exists (
         select 1 from pg_stat_replication where sync_state is null or sync_state in ('sync', 'quorum')
     )
-""")
+"""
+
+HAS_STANDBY = Statement(f"select {_HAS_STANDBY}")
 """Whether there is a synchronous standby. The state of a standby is null for a user who may not see it."""
+
+FENCE = Statement(f"""
+    select case when {_HAS_STANDBY} then pg_logical_emit_message(true, 'gradserve', '') is not null else false end
+""")
+"""Writes to the log, if there is a standby: once the commit returns, the standby has everything that came before."""
+
+CANCEL = Statement("select pg_cancel_backend($1::integer)")
+
+IS_REPLICATED = Statement("select current_setting('synchronous_standby_names') <> ''")
+"""Whether a commit that has just returned has waited: to empty the setting ends the wait without a warning."""
 
 # ----- a batch of requests: the first round trip -----
 

@@ -23,7 +23,6 @@ from service.buffers.postgres.compactor import Compactor
 from service.buffers.postgres.connections import Database, application_of, retried
 from service.buffers.postgres.deltas import Turns, check_complete, read_deltas, total
 from service.buffers.postgres.exchange import Connection, Execution, ResultRows
-from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.pushes import INCOMPLETE
 from service.buffers.postgres.statements import COUNT, LISTED, MEASURES, NOW, OUTCOME, RECORDS, REPLICAS, VERSION
@@ -42,6 +41,7 @@ from service.buffers.store import (
     listed,
     snapshots,
     uncounted,
+    with_closed,
 )
 from service.dtypes import Array
 from service.errors import BufferCorrupt
@@ -100,7 +100,6 @@ class PostgresStore(Store):
             self._database.close()
             raise
         self._ids = _Ids(lambda: retried(lambda: tables.take_ids(self._database)))
-        self._fence = Fence(self._database)
         turns = Turns()
         self._compactor = Compactor(self._database, self._ids, allocate, turns)
         self._watcher = Watcher(self._database)
@@ -124,16 +123,9 @@ class PostgresStore(Store):
     def record(self, name: str) -> Record:
         return _alive([name], self._ask(self._records([name])))[name].record
 
-    def closed(self, name: str, epoch: int) -> Record:
-        def attempt() -> Record:
-            with self._database.readers.lend(READ_SECONDS) as connection:
-                rows, server = self._database.read(connection, self._records([name])), connection.server
-            record = _alive([name], rows)[name].record
-            record.closed_epoch(epoch)
-            self._fence.wait(server)
-            return record
-
-        return retried(attempt)
+    def durable(self, names: Sequence[str], epoch: int | None = None) -> list[Record]:
+        stored = _alive(names, self._ask(self._records(names), fenced=True))
+        return with_closed([stored[name].record for name in names], epoch)
 
     def now(self) -> float:
         return float(self._ask(NOW(self._database.clock()))[0][0])
@@ -169,7 +161,7 @@ class PostgresStore(Store):
         return self._read(find)
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
-        def find(connection: Connection) -> tuple[str, list[Snapshot]]:
+        def find(connection: Connection) -> list[Snapshot]:
             (rows,) = connection.exchange([self._records(names)])
             stored = _alive(names, rows)
             records = [stored[name].record for name in names]
@@ -183,24 +175,19 @@ class PostgresStore(Store):
                     check_complete(value, own, stored[record.name].seq if of is None else None)
                 return total(connection, record.spec, own, self._allocate)
 
-            return connection.server, snapshots(records, epoch, load)
-
-        def attempt() -> list[Snapshot]:
-            server, found = self._read(find)
-            if epoch is not None:
-                self._fence.wait(server)
-            return found
+            return snapshots(records, epoch, load)
 
         with np.errstate(all="ignore"):
-            return retried(attempt)
+            return self._read(find)
 
     def recall(self, key: Key, names: Sequence[str] = ()) -> Known | None:
-        rows = self._ask(OUTCOME(digest_of(key), self._key_seconds, self._database.clock()))
+        query = OUTCOME(digest_of(key), self._key_seconds, self._database.clock())
+        rows = self._ask(query) and self._ask(query, fenced=True)  # a new key does not wait for the standby
         return unpack_known(rows[0][0], names) if rows else None
 
     def pushes(self, prefix: str = "", limit: int | None = None) -> list[tuple[str, Push]]:
         found = {}
-        for name, packed in self._ask(INCOMPLETE(self.namespace, self._database.clock())):
+        for name, packed in self._ask(INCOMPLETE(self.namespace, self._database.clock()), fenced=True):
             with suppress(BufferCorrupt):
                 found[name] = unpack_push(packed)
         return listed(found, prefix, limit)
@@ -244,10 +231,10 @@ class PostgresStore(Store):
 
         return retried(attempt, seconds=READ_SECONDS)
 
-    def _ask(self, execution: Execution) -> ResultRows:
+    def _ask(self, execution: Execution, *, fenced: bool = False) -> ResultRows:
         def attempt() -> ResultRows:
             with self._database.readers.lend(READ_SECONDS) as connection:
-                return self._database.read(connection, execution)
+                return self._database.read(connection, execution, fenced=fenced)
 
         return retried(attempt, seconds=READ_SECONDS)
 

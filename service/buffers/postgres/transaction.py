@@ -79,6 +79,9 @@ class Changes:
     added: list[int] = field(default_factory=list)
     """Values of new staged gradients that are part of sums now."""
 
+    def __bool__(self) -> bool:
+        return bool(self.records or self.keys or self.pushes)
+
     def merge(self, others: Changes) -> None:
         """Take over the changes of a request that succeeded."""
         self.records |= others.records

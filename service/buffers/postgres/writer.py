@@ -23,7 +23,7 @@ from service.buffers.parts import make
 from service.buffers.perform import Outcome, Request, resolved
 from service.buffers.postgres.batch import Batch, StagedLostError, Submission
 from service.buffers.postgres.compactor import Fold
-from service.buffers.postgres.connections import Database, MovedError, retried
+from service.buffers.postgres.connections import Database, retried
 from service.buffers.postgres.deadlines import Deadlines
 from service.buffers.postgres.deltas import Payload, Turns, payload_of, write_blobs
 from service.buffers.postgres.exchange import Connection
@@ -32,7 +32,7 @@ from service.buffers.postgres.schema import ROW_BYTES, make_partitions
 from service.buffers.postgres.statements import MOST_DUE, STAGE
 from service.buffers.postgres.transaction import Changes, Found, PostgresTransaction
 from service.buffers.restore import Restore
-from service.buffers.store import Allocate, Committed, settle, without_traceback
+from service.buffers.store import Allocate, Committed, after_commit, settle, without_traceback
 from service.engine.pool import Pool
 from service.errors import GradserveError, StoreFailed
 
@@ -180,15 +180,15 @@ class Writer:
                 self._make(ready)
             return
         except Exception as error:
-            if len(submissions) > 1 and not isinstance(error, StoreFailed):
+            if len(submissions) > 1 and not (batch.may_be_committed or isinstance(error, StoreFailed)):
                 for submission in submissions:
                     self._make([submission])
                 return
             for submission in submissions:
                 submission.done.set_exception(without_traceback(error))
             return
-        failpoints.hit("committed")
-        self._committed(len(submissions), time.perf_counter() - start)
+        with after_commit():
+            self._follow(batch, time.perf_counter() - start)
         for submission, answer in zip(submissions, batch.answers, strict=True):
             if isinstance(answer, Outcome):
                 settle(submission.done, answer)
@@ -220,35 +220,32 @@ class Writer:
     def _transact(self, connection: Connection, batch: Batch) -> None:
         found = batch.lock(self._database, connection, self._key_seconds)
         if found is not None:
-            changes = Changes()
-            batch.answers = [self._perform(connection, batch, one, found, changes) for one in batch.submissions]
+            batch.changes = Changes()
+            batch.answers = [self._perform(connection, batch, one, found) for one in batch.submissions]
             failpoints.hit("made")
-            if changes.blobs:
-                write_blobs(connection, changes.blobs.items())
-            connection.is_unsure = False
-            has_changed = batch.write(connection, changes, found)
-            for fold in changes.folds:
-                self._fold(fold)
-            dues = [stored.record.due for stored in changes.records.values() if stored is not None]
-            if due := min(filter(None, dues), default=None):
-                self._deadlines.expect(due - batch.now)
-        if found is None or has_changed:
-            self._changed()
-        if found is None or connection.is_unsure or (batch.replayed and not has_changed):
-            self._fence(connection, batch.server)
+            if batch.changes.blobs:
+                write_blobs(connection, batch.changes.blobs.items())
+            batch.write(self._database, connection, found)
 
-    def _fence(self, connection: Connection, server: str) -> None:
-        """Wait until the standby has what the answers say, if the database still is the server that said it."""
-        if self._database.replicated and self._database.cross(connection) != server:
-            raise MovedError("it has failed over")
+    def _follow(self, batch: Batch, seconds: float) -> None:
+        """Do what follows a commit."""
+        failpoints.hit("committed")
+        if batch.changes:
+            self._changed()
+        dues = [stored.record.due for stored in batch.changes.records.values() if stored is not None]
+        if due := min(filter(None, dues), default=None):
+            self._deadlines.expect(due - batch.now)
+        for fold in batch.changes.folds:
+            self._fold(fold)
+        self._committed(len(batch.submissions), seconds)
 
     def _perform(
-        self, connection: Connection, batch: Batch, submission: Submission, found: Found, earlier: Changes
+        self, connection: Connection, batch: Batch, submission: Submission, found: Found
     ) -> Outcome | GradserveError:
         txn = PostgresTransaction(
             connection,
             found,
-            earlier,
+            batch.changes,
             submission.staged,
             self._next_id,
             self._allocate,
@@ -261,10 +258,8 @@ class Writer:
             outcome = make(txn, request, submission.namespace, batch.now)
             self._janitor.check_room(request, outcome)
         except GradserveError as error:
-            batch.replayed |= submission.request.part is not None  # it may be that of an earlier part
             return without_traceback(error)
-        earlier.merge(txn.changes)
-        batch.replayed |= outcome.replayed
+        batch.changes.merge(txn.changes)
         return outcome
 
 

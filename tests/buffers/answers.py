@@ -1,0 +1,62 @@
+"""Everything in a store that an answer may come from, and a state that it says something about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from service.buffers.changes import Add, Create, Take, Zero
+from service.buffers.parts import Forget
+from service.buffers.perform import Outcome, Request, Wide
+from service.buffers.pushes import Part
+from service.buffers.store import Store
+from tests.buffers.calls import add, create, do, key, ones, part, spec
+from tests.buffers.stores import PATIENCE
+
+LOOKS = {"record", "look", "now", "generation", "check", "size", "measures", "replicas", "within", "close"}
+"""Methods of a store that no answer about a buffer comes from."""
+
+
+def prepare(store: Store) -> None:
+    """Make what the answers are about."""
+    create(store, "w", "v", keep=2)
+    do(store, Add(name="w", gradient=ones(2)), key=key(caller=store.namespace))
+    do(store, Take(name="w"), key=key("taken", caller=store.namespace))
+    add(store, "w", 1.0)
+    for number, name in enumerate("wv", 1):
+        part(store, number, {name: 1}, push="whole")
+    part(store, 1, {"w": 1}, push="begun")
+
+
+def _forget(store: Store) -> Outcome:
+    gone = Part("gone", 0, 1, store.namespace, bytes(16), 0.0)
+    return store.submit(Request([Forget()], part=gone)).result(PATIENCE)
+
+
+def _zero_none(store: Store) -> Outcome:
+    wide = Wide("none.", lambda name: Zero(name=name), may_fit_none=True)
+    return store.submit(Request([], wide=wide)).result(PATIENCE)
+
+
+ANSWERS: dict[str, Callable[[Store], Any]] = {
+    "durable": lambda store: store.durable(["w"]),
+    "durable of an epoch": lambda store: store.durable(["w"], 0),
+    "records": lambda store: store.records(),
+    "read": lambda store: store.read(["w"])[0].receipt(),
+    "read of an epoch": lambda store: store.read(["w"], 0)[0].receipt(),
+    "recall": lambda store: store.recall(key(caller=store.namespace), ["w"]),
+    "pushes": lambda store: store.pushes(),
+    "submit of a repeated add": lambda store: do(
+        store, Add(name="w", gradient=ones(2)), key=key(caller=store.namespace)
+    ),
+    "submit of a repeated take": lambda store: (
+        do(store, Take(name="w"), key=key("taken", caller=store.namespace)).receipts
+    ),
+    "submit of a buffer that exists": lambda store: do(store, Create(name="w", spec=spec(keep=2))),
+    "submit of an add without effect": lambda store: do(store, Add(name="w", gradient=ones(2), do_update=False)),
+    "submit for a prefix that fits none": _zero_none,
+    "submit of a repeated part": lambda store: part(store, 1, {"w": 1}, push="begun"),
+    "submit of a repeated last part": lambda store: part(store, 2, {"v": 1}, push="whole"),
+    "submit that forgets no push": _forget,
+}
+"""Requests that change nothing, by the method of the store and what it is asked."""
