@@ -97,7 +97,7 @@ def test_http_1_0_needs_no_host(deployed: str, target: bytes) -> None:
 
 def test_the_port_of_the_host_is_passed_on(deployed: str) -> None:
     """A browser of the page at / sends this origin."""
-    headers = {"Host": "gpu-box:8080", "Origin": "http://gpu-box:8080"}
+    headers = {"Host": "localhost:8080", "Origin": "http://localhost:8080"}
     assert httpx.post(f"{deployed}/v1/ops/ReluGrad", json=RELU, headers=headers).status_code == 200
 
 
@@ -148,7 +148,7 @@ def test_the_page_posts_through_the_documented_lines(folder: Path, lines: str) -
     path = folder / "s"
     text = BARE.replace("LINES", lines.replace("/run/gradserve/http.sock", str(path)))
     with serving(socket=path), nginx(folder, text) as proxy:
-        headers = {"Host": "gpu-box:8080", "Origin": "http://gpu-box:8080"}
+        headers = {"Host": "localhost:8080", "Origin": "http://localhost:8080"}
         assert httpx.post(f"{proxy}/v1/ops/ReluGrad", json=RELU, headers=headers).status_code == 200
         foreign = {**headers, "Origin": "http://other.example"}
         assert httpx.post(f"{proxy}/v1/ops/ReluGrad", json=RELU, headers=foreign).status_code == 403

@@ -198,9 +198,7 @@ def body_of(head: Head) -> SizedBody | ChunkedBody:
 
 
 def split(url: bytes) -> tuple[bytes, bytes]:
-    """Return the path and the query of a request's target; of `OPTIONS *`, the asterisk. Raises `MalformedBody`."""
-    if url == b"*":
-        return url, b""
+    """Return the path and the query of a request's target. Raises `MalformedBody`."""
     try:
         parsed = httptools.parse_url(url)
     except httptools.HttpParserError as error:
