@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from service.buffers.changes import Change, Create, Delete, Take, Zero
+from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, Wide
 from service.buffers.rules import SetRules
 from service.buffers.store import Store
@@ -144,3 +145,18 @@ def test_rules_close_the_epochs_that_fulfil_them(store: Store) -> None:
     ]
     again = make(store, wide("p.", SetRules, rules={"quorum": 1}, want_metadata=False)).receipts
     assert [one["updated"] for one in again.values()] == [False, False]
+
+
+@pytest.mark.parametrize("strange", ["\0", "a\0", "\0a", "a\0b", "a\x01", "a%", "a_", "ü", "\U0010ffff"])
+def test_a_prefix_that_no_name_can_have_fits_none(store: Store, strange: str) -> None:
+    create(store, "a", "a.b", "b")
+    assert store.records(strange) == []
+    assert [record.name for record in store.records(after=strange)] == [name for name in names(store) if name > strange]
+    assert make(store, wide(strange)).receipts == {}
+    with pytest.raises(UnknownBuffer):
+        make(store, wide(strange, Take, may_fit_none=False))
+    with pytest.raises(UnknownBuffer):
+        store.record(strange)
+    assert store.look([BufferName("", strange), BufferName("", "a")]).keys() == {("", "a")}
+    assert store.pushes(strange) == []
+    assert names(store) == ["a", "a.b", "b"]

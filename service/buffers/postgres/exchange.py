@@ -39,8 +39,14 @@ _LENGTH = struct.Struct("!i")
 
 _NULL = _LENGTH.pack(-1)
 
+
+def _encode_text(text: str) -> bytes:
+    """Return the text without NUL, which PostgreSQL refuses. No name has this or the next character: it sorts alike."""
+    return text.replace("\0", "\x01").encode()
+
+
 _TYPES: dict[str, tuple[int, Encode]] = {
-    "text": (25, str.encode),
+    "text": (25, _encode_text),
     "double precision": (701, struct.Struct("!d").pack),
     "bigint": (20, struct.Struct("!q").pack),
     "integer": (23, struct.Struct("!i").pack),
