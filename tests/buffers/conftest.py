@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from service.buffers.lmdb import writer
 from service.buffers.store import Store
 from tests.buffers.calls import do
 from tests.buffers.postgres import Schema
-from tests.buffers.stores import Clock, Reopen, open_lmdb, open_memory, open_postgres, reopening
+from tests.buffers.stores import Clock, Reopen, flip, open_lmdb, open_memory, open_postgres, reopening
 from tests.network import Network
 
 KINDS = ["memory", "lmdb", "postgres"]
@@ -51,6 +51,17 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Itera
     store = opened(request, tmp_path / "store", clock)
     yield store
     store.close()
+
+
+@pytest.fixture(params=["lmdb", "postgres"])
+def reopen_damaged(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Store]]:
+    """Yield a function that closes a store and opens it again; before, it damages all that holds a given pattern."""
+    path = tmp_path / "store"
+    if request.param == "lmdb":
+        yield from reopening(partial(open_lmdb, path, clock), partial(flip, path))
+    else:
+        schema: Schema = request.getfixturevalue("schema")
+        yield from reopening(partial(open_postgres, schema.url, clock, schema=schema.name), schema.damage)
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,15 @@ class Schema:
         """Drop the tables of closed stores."""
         self.ask(f"drop schema {self.name} cascade")
 
+    def damage(self, pattern: bytes) -> None:
+        """Cut the first byte off everything that holds `pattern`: records, gradients, and the rows of blobs."""
+        columns = {"buffers": "record", "deltas": "data", "chunks": "data"}
+        cuts = [
+            f"update {table} set {data} = substr({data}, 2) where position(%s::bytea in {data}) > 0 returning 1"
+            for table, data in columns.items()
+        ]
+        assert any([self.ask(cut, pattern) for cut in cuts])
+
     def faults(self) -> list[str]:
         """Return what nothing refers to, or what is missing, while no store works."""
         rows = self.ask("select name, record, expires, due from buffers")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import lmdb
 import pytest
@@ -21,6 +21,8 @@ from service.buffers.memory import MemoryStore
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import PostgresStore
 from service.buffers.store import MAX_BUFFERS, Store
+
+S = TypeVar("S", bound=Store)
 
 KEY_SECONDS = 1000.0
 MAX_BYTES = 64 << 20
@@ -59,13 +61,15 @@ def open_memory(
     return MemoryStore(key_seconds=KEY_SECONDS, clock=clock, max_bytes=max_bytes, max_buffers=max_buffers)
 
 
-def reopening(open_store: Reopen) -> Iterator[Reopen]:
-    """Yield a function that closes the store and opens it again."""
-    opened: list[LmdbStore] = []
+def reopening(open_store: Callable[..., S], damage: Callable[[bytes], object] = bytes) -> Iterator[Callable[..., S]]:
+    """Yield a function that closes the store and opens it again; before, it damages all that holds a given pattern."""
+    opened: list[S] = []
 
-    def reopen(**options: Any) -> LmdbStore:
+    def reopen(pattern: bytes | None = None, **options: Any) -> S:
         for store in opened:
             store.close()
+        if pattern is not None:
+            damage(pattern)
         opened.append(open_store(**options))
         return opened[-1]
 
@@ -105,6 +109,19 @@ def wrong(path: Path) -> list[str]:
     if used + free != slots:
         lines.append(f"WRONG: of {slots} slots {used} are used and {free} free")
     return [line for line in lines if line.startswith("WRONG")]
+
+
+def flip(directory: Path, pattern: bytes) -> None:
+    """Flip a bit in the middle of each occurrence of `pattern` in the files of a closed LMDB store."""
+    flipped = 0
+    for path in (directory / "data.mdb", directory / "values"):
+        data = bytearray(path.read_bytes())
+        place = data.find(pattern)
+        while place >= 0:
+            data[place + len(pattern) // 2] ^= 1
+            place, flipped = data.find(pattern, place + 1), flipped + 1
+        path.write_bytes(data)
+    assert flipped
 
 
 class Gate:

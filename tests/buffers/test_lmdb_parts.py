@@ -22,9 +22,8 @@ from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import Part
 from service.errors import BufferCorrupt, GradserveError
 from tests.buffers.calls import LARGE, PUSH_SECONDS, add, create, do, ones, part, value
-from tests.buffers.stores import PATIENCE, Clock, Gate, Reopen, entries_of, open_lmdb, wrong
+from tests.buffers.stores import PATIENCE, Clock, Gate, Reopen, entries_of, flip, open_lmdb, wrong
 from tests.buffers.test_lmdb import wait_for_entries
-from tests.buffers.test_lmdb_damage import flip
 from tests.kernels.equality import assert_same_bits
 
 MANY = [f"b{number}" for number in range(5)]

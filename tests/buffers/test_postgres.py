@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
+import tracemalloc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,11 +18,13 @@ from service.buffers.changes import Add, Create, Delete, Zero
 from service.buffers.packed import FORMAT
 from service.buffers.perform import Request
 from service.buffers.postgres import compactor, connections, janitor, watcher
-from service.errors import BufferCorrupt, StoreFailed, UnknownBuffer
+from service.buffers.postgres import store as store_module
+from service.errors import StoreFailed, UnknownBuffer
 from tests.buffers.calls import add, create, do, key, ones, spec, value
 from tests.buffers.postgres import Schema, until, until_changed
 from tests.buffers.stores import PATIENCE
 from tests.kernels.equality import assert_same_bits
+from tests.postgres import cluster
 
 LARGE = 40_000
 """Elements of a float32 gradient that is staged: a gradient of 64 KB or less goes into a row."""
@@ -34,36 +39,6 @@ def test_tables_of_another_format_are_refused(schema: Schema, version: int) -> N
         schema.open()
     schema.ask(f"update meta set version = {FORMAT}")
     assert schema.open().records() == []
-
-
-def test_a_damaged_record_harms_no_other_buffer(schema: Schema) -> None:
-    store = schema.open()
-    create(store, "hurt", "later", "well")
-    schema.ask("update buffers set record = '[]' where name = 'hurt'")
-    assert [record.name for record in store.records(limit=2)] == ["later", "well"]
-    for damaged in (
-        lambda: store.records(strict=True),
-        lambda: store.record("hurt"),
-        lambda: store.read(["well", "hurt"]),
-        lambda: add(store, "hurt", 1.0),
-    ):
-        with pytest.raises(BufferCorrupt, match="'hurt' is damaged"):
-            damaged()
-    assert add(store, "well", 1.0)["count"] == 1
-    assert do(store, Delete(name="hurt")).receipts["hurt"]["updated"]
-    create(store, "hurt")
-    assert [record.name for record in store.records(strict=True)] == ["hurt", "later", "well"]
-
-
-def test_a_damaged_record_does_not_stop_the_janitor(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.01)
-    store = schema.open()
-    create(store, "hurt", "well", ttl_seconds=1000.0)
-    add(store, "well", 1.0)
-    schema.ask("update buffers set record = '[]' where name = 'hurt'")
-    schema.ask("update buffers set expires = 0")
-    until(lambda: schema.ask("select name from buffers") == [], "the expired buffers stay")
-    assert schema.ask("select value from deltas") == []
 
 
 def test_many_servers_make_the_tables_at_once(schema: Schema) -> None:
@@ -229,30 +204,27 @@ def test_reads_of_many_buffers_are_of_one_moment(schema: Schema) -> None:
         assert reading.result(PATIENCE) > 10
 
 
-@pytest.mark.parametrize("lost", [1, 2, 3])
-def test_a_gradient_that_the_database_has_lost_is_noticed(
-    schema: Schema, monkeypatch: pytest.MonkeyPatch, lost: int
+@pytest.mark.parametrize(("count", "size", "adds"), [(40, 4096, 60), (1, 2_000_000, 3), (3, 2, 64), (2, 2, 65)])
+def test_a_read_takes_little_more_memory_than_its_values(
+    schema: Schema, monkeypatch: pytest.MonkeyPatch, count: int, size: int, adds: int
 ) -> None:
-    """No read, no fold and no add gives a sum without it, and the others keep theirs."""
-    monkeypatch.setattr(compactor, "FOLD_EVERY_SMALL", 4)
-    store = schema.open()
-    for name in ("a", "b"):
-        create(store, name, nonfinite="reject" if name == "b" else "accept")
-        for _ in range(3):
-            add(store, name, 1.0)
-    assert (value(store, "a") == 3).all()
-    schema.ask("delete from deltas where seq = %s", lost)
-    for name in ("a", "b"):
-        with pytest.raises(BufferCorrupt, match="lacks gradients"):
-            store.read([name])
-    with pytest.raises(BufferCorrupt, match="lacks gradients"):
-        add(store, "b", 1.0)
-    add(store, "a", 1.0)  # is worth a fold
-    create(store, "other")
-    add(store, "other", 1.0)
-    assert (value(store, "other") == 1).all()
-    store.close()
-    assert schema.ask("select count(*) from deltas where value = (select min(value) from deltas)") == [(3,)]
+    """Each value is the sum of many gradients, which no fold has added up yet."""
+    monkeypatch.setattr(compactor.Compactor, "submit", lambda *_: None)
+    store, names = schema.open(), [f"b{number}" for number in range(count)]
+    create(store, *names, "empty", shape=(size,))
+    for _ in range(adds):
+        do(store, *[Add(name=name, gradient=ones(size)) for name in names])
+    wanted = [*names[::-1], "empty"]
+    tracemalloc.start()
+    try:
+        found = store.read(wanted)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [snapshot.record.name for snapshot in found] == wanted
+    assert all((snapshot.value == snapshot.record.count).all() for snapshot in found)
+    assert [snapshot.record.count for snapshot in found] == [adds] * count + [0]
+    assert peak < 4 * size * len(wanted) + (4 << 20)
 
 
 def test_reads_that_wait_do_not_stop_adds(schema: Schema) -> None:
@@ -338,6 +310,36 @@ def test_a_change_of_a_server_that_tells_nobody_is_noticed(schema: Schema, monke
             add(store, "w", 1.0)
             until(lambda: not changing.is_set(), "the store does not look")
             until_changed(store, before[0])
+
+
+def test_clients_read_nothing_of_the_database_and_the_log_has_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its words may name its address and its users. The operator who starts a server reads them at once."""
+    monkeypatch.setattr(connections.retried, "__defaults__", (lambda: False, 0.1))
+    monkeypatch.setattr(store_module, "READ_SECONDS", 0.1)
+    with cluster() as server:
+        schema = Schema(server.url)
+        store = schema.open()
+        create(store, "w")
+        server.stop()
+        uses: list[Callable[[], object]] = [
+            lambda: store.record("w"),
+            store.check,
+            lambda: add(store, "w", 1.0),
+            lambda: store.read(["w"], 0),
+        ]
+        for use in uses * 3:
+            with pytest.raises(StoreFailed) as caught:
+                use()
+            assert not re.search(rf"127|{server.port}|postgres|connection", str(caught.value))
+            assert "the log of the server says why" in str(caught.value)
+        said = [record.message for record in caplog.records if record.name == connections.__name__]
+        assert 1 <= len(said) < len(uses)
+        assert f"port {server.port} failed" in said[0]
+        with pytest.raises(StoreFailed, match=f"port {server.port} failed"):
+            schema.open()
+        schema.close()
 
 
 def test_only_the_clock_of_the_database_counts(schema: Schema) -> None:

@@ -65,7 +65,7 @@ def test_the_settings_and_limits_fit_the_service() -> None:
     (mount,) = (one["mountPath"] for one in CONTAINER["volumeMounts"] if one["name"] == "keys")
     assert str(settings.keys) == f"{mount}/keys"
     counted = max(settings.max_bytes_in_flight, ALONE_TENSORS * settings.max_tensor_bytes)
-    process = (180 + 500 * settings.threads) * 10**6
+    process = (180 + 50 + 500 * settings.threads) * 10**6
     total = counted + settings.max_bytes_in_flight + settings.reuse_bytes + process
     assert total < int(CONTAINER["resources"]["limits"]["memory"].removesuffix("Mi")) << 20 < 1.2 * total
 

@@ -7,7 +7,7 @@ order as every reader.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -16,10 +16,10 @@ import psycopg
 
 from service.buffers.names import BufferName
 from service.buffers.postgres.connections import Database
-from service.buffers.postgres.deltas import Delta, Turns, check_complete, delta_of, payload_of, total, write_blobs
+from service.buffers.postgres.deltas import Delta, Turns, complete, delta_of, payload_of, stream, total, write_blobs
 from service.buffers.postgres.exchange import Connection, columns
 from service.buffers.postgres.schema import FREED_SECONDS, ROW_BYTES
-from service.buffers.postgres.statements import DELTAS, FREE, INSERT, LEASE, LOCKED
+from service.buffers.postgres.statements import DELTAS_OF, FREE, INSERT, LEASE, LOCKED
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
 from service.errors import GradserveError
@@ -89,17 +89,21 @@ class Compactor:
 
     def _make(self, connection: Connection, fold: Fold) -> None:
         name, spec, value = fold
-        leased, rows = connection.exchange([LEASE(value & 0x7FFFFFFF), DELTAS([value])])
-        deltas = [Delta(*row) for row in rows]
-        if leased == [(False,)] or len(deltas) < 2:
+        leased, count = connection.exchange([LEASE(value & 0x7FFFFFFF), DELTAS_OF(value)])
+        if leased == [(False,)] or count < [(2,)]:
             return  # another process folds the value, or has
-        check_complete(value, deltas)
-        payload = payload_of(total(connection, spec, deltas, self._allocate))
+        seqs: list[int] = []
+
+        def noted() -> Iterator[Delta]:
+            for delta in complete(value, stream(connection, [value])):
+                seqs.append(delta.seq)
+                yield delta
+
+        payload = payload_of(total(connection, spec, noted(), self._allocate))
         blob = self._next_id() if payload.nbytes > ROW_BYTES else None
         if blob is not None:
             write_blobs(connection, [(blob, payload)], self._turns)
-        last = deltas[-1].seq
-        _, gone = connection.exchange([LOCKED(*name), FREE([value], last, FREED_SECONDS)])
-        if gone != [(len(deltas),)]:
+        _, gone = connection.exchange([LOCKED(*name), FREE([value], seqs[-1], FREED_SECONDS)])
+        if gone != [(len(seqs),)]:
             raise _OvertakenError  # the value has been freed: otherwise it only grows while it is leased
-        connection.exchange([INSERT(*columns([delta_of(value, last, payload, 1.0, True, blob)], 9))])
+        connection.exchange([INSERT(*columns([delta_of(value, seqs[-1], payload, 1.0, True, blob)], 9))])

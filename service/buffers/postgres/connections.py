@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import socket
@@ -18,6 +19,7 @@ from service.buffers.postgres.exchange import (
     PATIENCE_SECONDS,
     Connection,
     Execution,
+    OwnError,
     ResultRows,
     SilentError,
     Statement,
@@ -33,7 +35,9 @@ from service.buffers.postgres.statements import (
     IS_REPLICATED,
     SETTINGS,
 )
-from service.errors import GradserveError, StoreFailed, StoreFull
+from service.errors import BufferCorrupt, GradserveError, StoreFailed, StoreFull
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -98,11 +102,11 @@ def _server() -> str:
     return f"{os.getpid() if parent is None else parent.pid}@{socket.gethostname()}"
 
 
-class NoStandbyError(psycopg.OperationalError):
+class NoStandbyError(OwnError):
     """The database has no synchronous standby."""
 
 
-class UnsureError(psycopg.OperationalError):
+class UnsureError(OwnError):
     """A commit may be done, and if it is, perhaps only on the primary."""
 
 
@@ -118,7 +122,7 @@ class _Pool:
     def lend(self, seconds: float = RETRY_SECONDS) -> Iterator[Connection]:
         """Yield a connection, which is idle again after a transaction. Wait for one for at most these seconds."""
         if not self._free.acquire(timeout=seconds):
-            raise psycopg.OperationalError("all connections of this server to the database are busy")
+            raise OwnError("all connections of this server to the database are busy")
         try:
             connection = self._take()
             connection.patience = seconds
@@ -264,17 +268,58 @@ class Database:
 
 def is_transient(error: BaseException) -> bool:
     """Return whether the same request may succeed later, or on another connection."""
-    return isinstance(error, _PASSING) and not isinstance(error, (*_FINAL, errors.DiskFull))
+    return isinstance(error, _PASSING) and not (isinstance(error, (*_FINAL, errors.DiskFull)) or _is_damage(error))
 
 
-def as_client_error(error: Exception) -> Exception:
-    """Return the error that a client gets for an error of the database."""
+def _is_damage(error: BaseException) -> bool:
+    """Return whether the database cannot read what it has stored, or has a gradient where a new one belongs."""
+    if isinstance(error, errors.UniqueViolation):
+        return error.diag.table_name == "deltas"
+    return isinstance(error, (errors.DataCorrupted, errors.IndexCorrupted))
+
+
+def as_operator_error(error: Exception) -> Exception:
+    """Return the error that the operator gets for an error of the database, in the database's words."""
     if isinstance(error, GradserveError) or not isinstance(error, psycopg.Error):
         return error
     text = " ".join(str(error).split())
     if isinstance(error, errors.DiskFull):
         return StoreFull(f"The database has no room: {text}")
+    if _is_damage(error):
+        return BufferCorrupt(f"The database is damaged: {text}")
     return StoreFailed(f"The database does not serve: {text}")
+
+
+_FOR_CLIENTS: dict[type[GradserveError], str] = {
+    BufferCorrupt: "The database is damaged where this request reads or writes; the log of the server says how",
+    StoreFailed: "The database does not serve requests just now; the log of the server says why",
+    StoreFull: "The database has no room: No space left on device",
+}
+"""What clients read in place of the database's words, which may name its address, its users and its files."""
+
+
+def as_client_error(error: Exception) -> Exception:
+    """Return the error that a client gets for an error of the database. The log gets the database's words."""
+    full = as_operator_error(error)
+    if full is error or isinstance(error, OwnError | errors.LockNotAvailable) or not isinstance(full, GradserveError):
+        return full
+    _log(full.detail)
+    return type(full)(_FOR_CLIENTS[type(full)])
+
+
+LOGGED_SECONDS = 10.0
+"""How long the same words are not logged again: all requests fail with them."""
+
+_logged: tuple[str, float] = "", 0.0
+"""What was logged last, and when."""
+
+
+def _log(text: str) -> None:
+    global _logged
+    now = time.monotonic()
+    if text != _logged[0] or now > _logged[1] + LOGGED_SECONDS:
+        _logged = text, now
+        logger.warning("%s", text)
 
 
 def retried(
@@ -283,8 +328,9 @@ def retried(
     seconds: float = RETRY_SECONDS,
     *,
     since: float | None = None,
+    raised: Callable[[Exception], Exception] = as_client_error,
 ) -> R:
-    """Return the result of `work`, tried again after transient errors. Raises the error that a client gets.
+    """Return the result of `work`, tried again after transient errors. Raises `raised` of the last.
 
     The last try begins before `seconds` are over. They run from `since` on, a time of `time.monotonic`, or from now.
     """
@@ -294,6 +340,6 @@ def retried(
             return work()
         except Exception as error:
             if not is_transient(error) or closed() or time.monotonic() + pause > end:
-                raise as_client_error(error) from None
+                raise raised(error) from None
         time.sleep(pause)
         pause = min(2 * pause, LAST_PAUSE_SECONDS)

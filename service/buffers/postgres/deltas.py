@@ -7,7 +7,9 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -16,11 +18,11 @@ import orjson
 from service.buffers.gradients import Dense, Gradient, add_whole
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.schema import ROW_BYTES
-from service.buffers.postgres.statements import DELTAS
+from service.buffers.postgres.statements import CLOSE_CURSORS, FETCH_DELTAS, OPEN_DELTAS, ROWS_AT_ONCE
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
 from service.dtypes import DTYPES, NAMES, Array
-from service.errors import BufferCorrupt
+from service.errors import BufferCorrupt, ShapeMismatch
 
 _COPY_HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 """The head of a binary COPY, without flags."""
@@ -139,13 +141,48 @@ def write_blobs(connection: Connection, payloads: Iterable[tuple[int, Payload]],
         copy.write(b"\xff\xff")
 
 
-def read_numbers(connection: Connection, delta: Delta) -> Array:
-    """Return the numbers of a delta. Raises `BufferCorrupt` if a row is missing."""
-    dtype, shape = DTYPES[delta.dtype], orjson.loads(delta.shape)
-    if delta.blob is None:
-        return np.frombuffer(delta.data or b"", dtype).reshape(shape)
-    numbers = np.empty(shape, dtype)
-    flat, filled = numbers.reshape(-1).view(np.uint8), 0
+@contextmanager
+def _checked(value: int) -> Iterator[None]:
+    """Raise `BufferCorrupt` for what no version has stored as a gradient of the value."""
+    try:
+        yield
+    except (LookupError, ShapeMismatch, TypeError, ValueError) as error:
+        raise BufferCorrupt(f"A gradient of the value {value} is damaged in the database: {error}") from None
+
+
+class _Blob:
+    """A gradient in a blob, which is read row by row: its pieces must be wanted in order, up to the last."""
+
+    def __init__(self, connection: Connection, delta: Delta) -> None:
+        with _checked(delta.value):
+            self.shape, self.dtype = tuple(orjson.loads(delta.shape)), DTYPES[delta.dtype]
+            self._size = math.prod(self.shape)
+            if self._size * self.dtype.itemsize != delta.nbytes:
+                raise ValueError(f"it has {delta.nbytes} bytes, and the shape {delta.shape}")
+        self._rows = _rows(connection, delta)
+        self._memory = np.empty(0, self.dtype)
+
+    def piece(self, start: int, stop: int) -> Array:
+        """Return the numbers, which the next call overwrites. Raises `BufferCorrupt` if the blob is not whole."""
+        if len(self._memory) < stop - start:
+            self._memory = np.empty(stop - start, self.dtype)
+        numbers, filled = self._memory[: stop - start], 0
+        flat = numbers.view(np.uint8)
+        while filled < len(flat):
+            nbytes, row = next(self._rows)
+            flat[filled : filled + nbytes] = 0 if row is None else row
+            filled += nbytes
+        if stop == self._size:
+            next(self._rows, None)  # raises if the blob goes on
+        return numbers
+
+
+def _rows(connection: Connection, delta: Delta) -> Iterator[tuple[int, Array | None]]:
+    """Yield the bytes of the rows of a blob: their number, and None if they are zeros.
+
+    Raises `BufferCorrupt` behind the last row if they are not those of the delta.
+    """
+    found, is_whole = 0, True
     query = "copy (select data from chunks where blob = %s order by number) to stdout (format binary)"
     with connection.cursor().copy(query, (delta.blob,)) as copy:
         for place, row in enumerate(copy):
@@ -153,36 +190,62 @@ def read_numbers(connection: Connection, delta: Delta) -> Array:
             count, length = _FOUND.unpack_from(row, start) if len(row) - start >= _FOUND.size else (_END, 0)
             if count == _END:
                 continue
-            stop = min(filled + (length or ROW_BYTES), len(flat))
-            flat[filled:stop] = np.frombuffer(row, np.uint8, length, start + _FOUND.size) if length else 0
-            filled = stop
-    if filled != len(flat):
-        raise BufferCorrupt(f"{len(flat) - filled} bytes of the blob {delta.blob} are missing in the database")
-    return numbers
+            wanted = min(ROW_BYTES, delta.nbytes - found)
+            is_whole &= length in (0, wanted) and wanted > 0
+            if is_whole:
+                found += wanted
+                yield wanted, np.frombuffer(row, np.uint8, length, start + _FOUND.size) if length else None
+    if found != delta.nbytes or not is_whole:
+        raise BufferCorrupt(
+            f"The blob {delta.blob} is damaged in the database: {found} of {delta.nbytes} bytes are whole"
+        )
 
 
-def read_deltas(connection: Connection, values: Sequence[int]) -> dict[int, list[Delta]]:
-    """Return the deltas of each value, in order."""
-    found: dict[int, list[Delta]] = {value: [] for value in values}
-    for row in connection.exchange([DELTAS(values)])[0]:
-        found[row[0]].append(Delta(*row))
-    return found
+def read_numbers(connection: Connection, delta: Delta) -> Array:
+    """Return the numbers of a delta. Raises `BufferCorrupt` if some are missing, or if the row is damaged."""
+    if delta.blob is not None:
+        blob = _Blob(connection, delta)
+        return blob.piece(0, math.prod(blob.shape)).reshape(blob.shape)
+    with _checked(delta.value):
+        return np.frombuffer(delta.data or b"", DTYPES[delta.dtype]).reshape(orjson.loads(delta.shape))
 
 
-def check_complete(value: int, deltas: Sequence[Delta], last: int | None = None) -> None:
-    """Raise `BufferCorrupt` if a delta of the value is missing. `last` is the `seq` of its last, None if not known."""
-    seqs = [delta.seq for delta in deltas]
-    is_whole = bool(deltas) and seqs == [*range(seqs[0], seqs[0] + len(seqs))]
-    if not is_whole or (seqs[0] > 1 and not deltas[0].overwrite) or last not in (None, seqs[-1]):
+def stream(connection: Connection, values: Sequence[int]) -> Iterator[Delta]:
+    """Yield the deltas of different values in the order of the values and of `seq`, few at a time.
+
+    A value without deltas has one whose `seq` is None.
+    """
+    _, _, rows = connection.exchange([CLOSE_CURSORS(), OPEN_DELTAS(values), FETCH_DELTAS()])
+    while rows:
+        yield from (Delta(*row) for row in rows)
+        (rows,) = connection.exchange([FETCH_DELTAS()]) if len(rows) == ROWS_AT_ONCE else ([],)
+
+
+def complete(value: int, deltas: Iterable[Delta], last: int | None = None) -> Iterator[Delta]:
+    """Yield the deltas of a value. Raises `BufferCorrupt` if one is missing; `last` is the `seq` of its last, if known.
+
+    It ends at what is missing, or behind the last.
+    """
+    seq = None
+    for delta in deltas:
+        if delta.seq is None:
+            continue
+        is_next = (delta.seq == 1 or delta.overwrite) if seq is None else delta.seq == seq + 1
+        if not is_next or delta.value != value:
+            seq = None
+            break
+        seq = delta.seq
+        yield delta
+    if seq is None or last not in (None, seq):
         raise BufferCorrupt(f"The database lacks gradients of the value {value}")
 
 
 def total(
     connection: Connection,
     spec: Spec,
-    deltas: Sequence[Delta],
+    deltas: Iterable[Delta],
     allocate: Allocate,
-    unwritten: Mapping[int, Payload] | None = None,
+    unwritten: Mapping[int, Payload] = MappingProxyType({}),
 ) -> Array:
     """Return the sum of the deltas of a value, in their order, in memory of its own.
 
@@ -190,22 +253,26 @@ def total(
     """
     result = allocate(spec.shape, spec.dtype)
     flat = result.reshape(-1)
-    last = max((place for place, delta in enumerate(deltas) if delta.overwrite), default=0)
-    for place, delta in enumerate(deltas[last:]):
-        gradient = gradient_of(connection, spec, delta, unwritten)
-        add_whole(spec, flat, flat if place else None, gradient, delta.weight, delta.overwrite)
-    if not deltas:
+    before = None
+    for delta in deltas:
+        is_read = delta.blob is not None and delta.blob not in unwritten
+        gradient: Gradient | None = _Blob(connection, delta) if is_read else None  # not all of it is in memory
+        if gradient is None or gradient.shape != spec.shape:
+            gradient = gradient_of(connection, spec, delta, unwritten)
+        add_whole(spec, flat, before, gradient, delta.weight, delta.overwrite)
+        before = flat
+    if before is None:
         flat[...] = 0
     return result
 
 
-def gradient_of(
-    connection: Connection, spec: Spec, delta: Delta, unwritten: Mapping[int, Payload] | None = None
-) -> Gradient:
+def gradient_of(connection: Connection, spec: Spec, delta: Delta, unwritten: Mapping[int, Payload]) -> Gradient:
     """Return the gradient of a delta, of the buffer's shape. The rest is as for `total`."""
-    if unwritten and delta.blob is not None and delta.blob in unwritten:
+    if delta.blob is not None and delta.blob in unwritten:
         return unwritten[delta.blob].onto(spec.shape)
-    return Dense(read_numbers(connection, delta), spec.shape)
+    numbers = read_numbers(connection, delta)
+    with _checked(delta.value):
+        return Dense(numbers, spec.shape)
 
 
 def delta_of(value: int, seq: int, payload: Payload, weight: float, overwrite: bool, blob: int | None) -> Delta:

@@ -102,7 +102,11 @@ def columns(rows: Sequence[Sequence[object]], count: int) -> list[list[object]]:
 _numbers = itertools.count()
 
 
-class SilentError(psycopg.OperationalError):
+class OwnError(psycopg.OperationalError):
+    """The database does not serve, in words of our own: clients may read them."""
+
+
+class SilentError(OwnError):
     """The database says nothing, and the connection is closed."""
 
 
@@ -201,7 +205,7 @@ def _results(pgconn: PGconn) -> PQGen[list[PGresult]]:
             pgconn.consume_input()
         result = pgconn.get_result()
         if result is None and is_between:
-            raise psycopg.OperationalError("the connection to the database is lost")
+            raise OwnError("the connection to the database is lost")
         is_between = result is None
         if result is not None and result.status == ExecStatus.PIPELINE_SYNC:
             return results

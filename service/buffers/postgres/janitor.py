@@ -10,7 +10,7 @@ from contextlib import suppress
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_push, unpack_record
 from service.buffers.perform import Outcome, Request
-from service.buffers.postgres.connections import HANGING_SECONDS, Database, retried
+from service.buffers.postgres.connections import HANGING_SECONDS, Database, as_operator_error, retried
 from service.buffers.postgres.pushes import OVERDUE, values_of
 from service.buffers.postgres.readonly import opened_readonly
 from service.buffers.postgres.schema import FREED_SECONDS, drop_partitions, make_partitions
@@ -147,9 +147,9 @@ def forget(url: str, schema: str, seconds: float, namespace: str | None) -> int:
         pass  # there is a store, of this version
     database, forgotten = Database(url, schema, replicated=False), 0
     try:
-        while count := retried(lambda: _forget_some(database, seconds, namespace)):
+        while count := retried(lambda: _forget_some(database, seconds, namespace), raised=as_operator_error):
             forgotten += count
-        retried(lambda: _vacuum(database))
+        retried(lambda: _vacuum(database), raised=as_operator_error)
         return forgotten
     finally:
         database.close()

@@ -5,7 +5,7 @@ An export holds one REPEATABLE READ transaction while its values stream: all tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,8 +15,8 @@ import psycopg
 from service.buffers.names import BufferName
 from service.buffers.packed import FORMAT, unpack_known, unpack_push, unpack_record
 from service.buffers.postgres import statements as sql
-from service.buffers.postgres.connections import CONNECT_SECONDS, as_client_error
-from service.buffers.postgres.deltas import check_complete, read_deltas, read_numbers, total
+from service.buffers.postgres.connections import CONNECT_SECONDS, as_operator_error
+from service.buffers.postgres.deltas import Delta, complete, read_numbers, stream, total
 from service.buffers.postgres.exchange import Connection, Execution
 from service.buffers.postgres.pushes import ALL_PUSHES, values_of
 from service.buffers.postgres.schema import has_tables
@@ -50,11 +50,10 @@ class PostgresMoment:
             yield full_name, record
 
     def streamed(self, spec: Spec, value: int | None) -> Iterator[Array]:
-        deltas = [] if value is None else read_deltas(self._connection, [value])[value]
+        deltas: Iterable[Delta] = ()
         if value is not None:
-            check_complete(value, deltas, self._seqs.get(value))
-        with _checked(value):
-            yield total(self._connection, spec, deltas, np.empty)
+            deltas = complete(value, stream(self._connection, [value]), self._seqs.get(value))
+        yield total(self._connection, spec, deltas, np.empty)
 
     def faults(self) -> list[str]:
         return []
@@ -79,13 +78,13 @@ class PostgresReadOnly:
         yield f"store {self._schema} in {info.dbname} at {info.host}, format {FORMAT}; PostgreSQL {major}.{minor}"
 
     def now(self) -> float:
-        with _client_errors():
+        with _operator_errors():
             ((now,),) = self._connection.ask(sql.NOW(None))
             return float(now)
 
     @contextmanager
     def reading(self) -> Iterator[PostgresMoment]:
-        with _client_errors():
+        with _operator_errors():
             self._connection.exchange(_beginning(self._schema))
             yield PostgresMoment(self._connection, self._connect, self._schema)
             self._connection.execute("rollback")
@@ -95,10 +94,10 @@ class PostgresReadOnly:
 def opened_readonly(url: str, schema: str) -> Iterator[PostgresReadOnly]:
     """Open the store in the schema of the database at `url`. Raises `StoreFailed` if it cannot be opened."""
     connect = partial(Connection.connect, url, autocommit=True, prepare_threshold=None, connect_timeout=CONNECT_SECONDS)
-    with _client_errors():
+    with _operator_errors():
         connection = connect()
     with connection:
-        with _client_errors():
+        with _operator_errors():
             connection.exchange(_beginning(schema))
             if not has_tables(connection, schema):
                 raise StoreFailed(f"There is no store in the PostgreSQL schema {schema!r}")
@@ -111,21 +110,12 @@ def _beginning(schema: str) -> list[Execution]:
 
 
 @contextmanager
-def _client_errors() -> Iterator[None]:
-    """Raise the client's error for an error of the database."""
+def _operator_errors() -> Iterator[None]:
+    """Raise the operator's error for an error of the database."""
     try:
         yield
     except psycopg.Error as error:
-        raise as_client_error(error) from None
-
-
-@contextmanager
-def _checked(value: int | None) -> Iterator[None]:
-    """Raise `BufferCorrupt` for what no version has stored as a gradient of the value."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError) as error:
-        raise BufferCorrupt(f"A gradient of the value {value} is damaged in the database: {error}") from None
+        raise as_operator_error(error) from None
 
 
 def _damaged_pushes(connection: Connection, staged: set[int]) -> Iterator[str]:
@@ -140,11 +130,10 @@ def _damaged_pushes(connection: Connection, staged: set[int]) -> Iterator[str]:
             continue
         values = [*values_of(push)]
         staged.update(values)
-        for value, deltas in read_deltas(connection, values).items():
+        for value in values:
             try:
-                check_complete(value, deltas, 1)
-                with _checked(value):
-                    read_numbers(connection, deltas[0])
+                *_, delta = complete(value, stream(connection, [value]), 1)
+                read_numbers(connection, delta)
             except BufferCorrupt:
                 yield f"{WRONG}a staged gradient of {shown} is damaged"
     yield f"{len(pushes)} incomplete pushes, {len(staged)} staged gradients"

@@ -157,10 +157,20 @@ LISTED = Statement("""
     order by name limit $5::bigint
 """)
 
-DELTAS = Statement("""
-    select value, seq, weight, overwrite, dtype, shape, bytes, blob, data from deltas
-    where value = any($1::bigint[]) order by value, seq
+ROWS_AT_ONCE = 64
+"""Gradients that are fetched at once: 4 MB of them, and as much in libpq."""
+
+OPEN_DELTAS = Statement("""
+    declare found no scroll cursor for
+    select wanted.value, seq, weight, overwrite, dtype, shape, bytes, blob, data
+    from unnest($1::bigint[]) as wanted(value)
+    left join lateral (select * from deltas where deltas.value = wanted.value order by seq) as deltas on true
 """)
+"""Finds the gradients of one value after the other: the database neither sorts nor keeps them."""
+
+FETCH_DELTAS = Statement(f"fetch {ROWS_AT_ONCE} from found")
+
+CLOSE_CURSORS = Statement("close all")
 
 OUTCOME = Statement("""
     select outcome from keys where digest = $1::bytea
@@ -175,6 +185,8 @@ SNAPSHOT = Statement("select pg_current_snapshot()::text")
 NOTIFY = Statement("select pg_notify($1::text, '')")
 
 # ----- folds -----
+
+DELTAS_OF = Statement("select count(*) from deltas where value = $1::bigint")
 
 LEASE = Statement(f"select pg_try_advisory_xact_lock({FOLD_LOCK}, $1::integer)")
 

@@ -7,9 +7,10 @@ the synchronous standby, too. What this process keeps in memory can be lost at a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import groupby
 from typing import TypeVar
 
 import numpy as np
@@ -20,8 +21,8 @@ from service.buffers.packed import digest_of, unpack_known, unpack_push, unpack_
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import schema as tables
 from service.buffers.postgres.compactor import Compactor
-from service.buffers.postgres.connections import Database, application_of, retried
-from service.buffers.postgres.deltas import Turns, check_complete, read_deltas, total
+from service.buffers.postgres.connections import Database, application_of, as_operator_error, retried
+from service.buffers.postgres.deltas import Delta, Turns, complete, stream, total
 from service.buffers.postgres.exchange import Connection, Execution, ResultRows
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.pushes import INCOMPLETE
@@ -95,7 +96,7 @@ class PostgresStore(Store):
         self._allocate, self._key_seconds = allocate, key_seconds
         self._database = Database(url, schema, replicated=replicated, clock=clock or (lambda: None))
         try:
-            retried(lambda: tables.prepare(self._database))
+            retried(lambda: tables.prepare(self._database), raised=as_operator_error)
         except BaseException:
             self._database.close()
             raise
@@ -166,14 +167,14 @@ class PostgresStore(Store):
             stored = _alive(names, rows)
             records = [stored[name].record for name in names]
             values = [(record if epoch is None else record.closed_epoch(epoch)).value for record in records]
-            deltas = read_deltas(connection, [value for value in values if value is not None])
+            found = groupby(stream(connection, [value for value in values if value is not None]), lambda one: one.value)
 
             def load(record: Record, of: Closed | None) -> Array:
                 value = (of or record).value
-                own = [] if value is None else deltas[value]
+                deltas: Iterable[Delta] = ()
                 if value is not None:
-                    check_complete(value, own, stored[record.name].seq if of is None else None)
-                return total(connection, record.spec, own, self._allocate)
+                    deltas = complete(value, next(found)[1], stored[record.name].seq if of is None else None)
+                return total(connection, record.spec, deltas, self._allocate)
 
             return snapshots(records, epoch, load)
 

@@ -6,7 +6,7 @@ The changes stay in memory until all requests are made, so that a request that f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -16,16 +16,7 @@ from service.buffers.gradients import Dense, Gradient, add_whole
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, unpack_known
 from service.buffers.postgres.compactor import Fold, is_worth_a_fold
-from service.buffers.postgres.deltas import (
-    Delta,
-    Payload,
-    check_complete,
-    delta_of,
-    gradient_of,
-    payload_of,
-    read_deltas,
-    total,
-)
+from service.buffers.postgres.deltas import Delta, Payload, complete, delta_of, gradient_of, payload_of, stream, total
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.pushes import FoundPushes
@@ -201,23 +192,24 @@ class PostgresTransaction:
             self.changes.freed.append(value)
 
     def load(self, spec: Spec, value: int | None) -> Array:
-        deltas: list[Delta] = []
+        deltas: Iterable[Delta] = ()
         if value is not None:
-            deltas, new = self._read(value), self._new(value)
-            check_complete(value, deltas, new[-1].seq if new else self._found.seqs.get(value))
+            new = self._new(value)
+            deltas = complete(value, self._read(value), new[-1].seq if new else self._found.seqs.get(value))
         return total(self._connection, spec, deltas, self._allocate, self._unwritten)
 
     def _new(self, value: int) -> list[Delta]:
         """Return the deltas of a value that are not in the database yet."""
         return [*self._earlier.deltas.get(value, ()), *self.changes.deltas.get(value, ())]
 
-    def _read(self, value: int) -> list[Delta]:
-        """Return all deltas of a value."""
-        new = self._new(value)
-        found = read_deltas(self._connection, [value, *(delta.staged for delta in new if delta.staged is not None)])
-        return found[value] + [
-            delta if delta.staged is None else _moved(found[delta.staged][0], *delta[:3]) for delta in new
-        ]
+    def _read(self, value: int) -> Iterator[Delta]:
+        """Yield all deltas of a value."""
+        yield from stream(self._connection, [value])
+        for delta in self._new(value):
+            if delta.staged is None:
+                yield delta
+            else:
+                yield from (_moved(found, *delta[:3]) for found in stream(self._connection, [delta.staged]))
 
     @property
     def _unwritten(self) -> Mapping[int, Payload]:
@@ -258,9 +250,8 @@ class PostgresTransaction:
 
     def staged(self, spec: Spec, place: Place) -> Gradient:
         (value,) = place
-        deltas = self._read(value)
-        check_complete(value, deltas, 1)
-        return gradient_of(self._connection, spec, deltas[0], self._unwritten)
+        *_, delta = complete(value, self._read(value), 1)
+        return gradient_of(self._connection, spec, delta, self._unwritten)
 
     def add_staged(self, record: Record, place: Place, weight: float) -> int | None:
         (staged,) = place
