@@ -14,12 +14,12 @@ import psycopg
 
 from service.buffers.names import BufferName
 from service.buffers.packed import FORMAT, unpack_known, unpack_push, unpack_record
-from service.buffers.postgres import statements as sql
 from service.buffers.postgres.connections import CONNECT_SECONDS, as_operator_error
 from service.buffers.postgres.deltas import Delta, complete, read_numbers, stream, total
-from service.buffers.postgres.exchange import Connection, Execution
+from service.buffers.postgres.exchange import Connection, Execution, Statement
 from service.buffers.postgres.pushes import ALL_PUSHES, values_of
 from service.buffers.postgres.schema import has_tables
+from service.buffers.postgres.statements import COMMIT, NOW
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
 from service.dtypes import Array
@@ -27,6 +27,50 @@ from service.errors import BufferCorrupt, StoreFailed
 
 KEYS_AT_ONCE = 10_000
 """Keys that a statement reads: a longer one would make the server that drops old keys, and so all adds, wait."""
+
+READ_ONLY = Statement("begin isolation level repeatable read, read only")
+"""All that the transaction sees is of one moment."""
+
+PATIENT_SETTINGS = Statement("""
+    select set_config('search_path', quote_ident($1::text), true), set_config('statement_timeout', '0', true),
+           set_config('idle_in_transaction_session_timeout', '0', true)
+""")
+"""A large value, or a slow reader of the export, takes longer than requests may."""
+
+ALL_RECORDS = Statement("""
+    select namespace, name, record, seq from buffers
+    where starts_with(case when namespace = '' then name else '~' || namespace || '/' || name end, $1::text)
+    order by namespace, name
+""")
+"""The records of the buffers whose `BufferName.joined` has a prefix."""
+
+GRADIENTS = Statement("select count(*), count(blob), coalesce(sum(bytes), 0)::bigint from deltas")
+
+UNOWNED = Statement("""
+    select count(distinct blob), coalesce(sum(octet_length(data)), 0) from unowned join chunks using (blob)
+""")
+
+ORPHANS = Statement("select distinct value from deltas where value <> all($1::bigint[]) order by value")
+
+UNOWNED_IN_USE = Statement("select blob, value from deltas join unowned using (blob) order by blob")
+
+BLOBS_OF_NOTHING = Statement("""
+    select blob, sum(octet_length(data)) from chunks
+    where not exists (select 1 from unowned where unowned.blob = chunks.blob)
+        and not exists (select 1 from deltas where deltas.blob = chunks.blob)
+    group by blob order by blob
+""")
+
+NEXT_ID = Statement("select last_value + seqincrement from ids, pg_sequence where seqrelid = 'ids'::regclass")
+
+LAST_ID = Statement("""
+    select greatest((select max(value) from deltas), (select max(blob) from deltas), (select max(blob) from chunks))
+""")
+
+OUTCOMES = Statement("""
+    select digest, at, outcome from keys where (digest, at) > ($1::bytea, $2::double precision)
+    order by digest, at limit $3::bigint
+""")
 
 
 class PostgresMoment:
@@ -38,7 +82,7 @@ class PostgresMoment:
         """The `seq` of the last delta of each running value, as the records have it."""
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
-        for namespace, name, packed, seq in self._connection.ask(sql.ALL_RECORDS(prefix)):
+        for namespace, name, packed, seq in self._connection.ask(ALL_RECORDS(prefix)):
             full_name = BufferName(namespace, name)
             try:
                 record = unpack_record(full_name, packed)
@@ -79,7 +123,7 @@ class PostgresReadOnly:
 
     def now(self) -> float:
         with _operator_errors():
-            ((now,),) = self._connection.ask(sql.NOW(None))
+            ((now,),) = self._connection.ask(NOW(None))
             return float(now)
 
     @contextmanager
@@ -106,7 +150,7 @@ def opened_readonly(url: str, schema: str) -> Iterator[PostgresReadOnly]:
 
 
 def _beginning(schema: str) -> list[Execution]:
-    return [sql.READ_ONLY(), sql.PATIENT_SETTINGS(schema)]
+    return [READ_ONLY(), PATIENT_SETTINGS(schema)]
 
 
 @contextmanager
@@ -141,17 +185,17 @@ def _damaged_pushes(connection: Connection, staged: set[int]) -> Iterator[str]:
 
 def _leftovers(connection: Connection, values: Collection[int]) -> Iterator[str]:
     """Yield lines about gradients and blobs, as the transaction of the connection sees them."""
-    ((count, blobs, size),) = connection.ask(sql.GRADIENTS())
+    ((count, blobs, size),) = connection.ask(GRADIENTS())
     yield f"{count} gradients, {blobs} of them in blobs; {size} bytes"
-    ((count, size),) = connection.ask(sql.UNOWNED())
+    ((count, size),) = connection.ask(UNOWNED())
     yield f"{count} blobs of {size} bytes are staged, or wait for their deletion"
-    for (value,) in connection.ask(sql.ORPHANS([*values])):
+    for (value,) in connection.ask(ORPHANS([*values])):
         yield f"{WRONG}value {value} belongs to no buffer and no push that can be read"
-    for blob, value in connection.ask(sql.UNOWNED_IN_USE()):
+    for blob, value in connection.ask(UNOWNED_IN_USE()):
         yield f"{WRONG}the blob {blob} of the value {value} will be deleted, although it is used"
-    for blob, size in connection.ask(sql.BLOBS_OF_NOTHING()):
+    for blob, size in connection.ask(BLOBS_OF_NOTHING()):
         yield f"{WRONG}the blob {blob} of {size} bytes belongs to no gradient"
-    (following,), (last,) = connection.ask(sql.NEXT_ID())[0], connection.ask(sql.LAST_ID())[0]
+    (following,), (last,) = connection.ask(NEXT_ID())[0], connection.ask(LAST_ID())[0]
     if last is not None and last >= following:
         yield f"{WRONG}the sequence ids goes on with {following}, but the id {last} has been used: set it higher"
 
@@ -160,7 +204,7 @@ def _damaged_keys(connection: Connection, schema: str) -> Iterator[str]:
     """Yield lines about the idempotency keys. They are of many moments: no statement holds their table for long."""
     count = damaged = 0
     place: tuple[bytes, float] = (b"", 0.0)
-    while rows := connection.exchange([*_beginning(schema), sql.OUTCOMES(*place, KEYS_AT_ONCE), sql.COMMIT()])[2]:
+    while rows := connection.exchange([*_beginning(schema), OUTCOMES(*place, KEYS_AT_ONCE), COMMIT()])[2]:
         outcomes = [bytes(outcome) for _, _, outcome in rows if outcome]  # a transaction's own mark has none
         count += len(outcomes)
         damaged += sum(not _is_known(outcome) for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""All statements of the store but those that make its tables and partitions, which `schema.py` has.
+"""The statements of the store but those of its tables, of pushes and of the doctor, which stand where they are used.
 
 `clock` parameters are the time that a test sets; null for the database's own.
 """
@@ -268,52 +268,8 @@ REPLICAS = Statement("""
     where datname = current_database() and starts_with(application_name, $1::text)
 """)
 
-# ----- doctor and export -----
-
-READ_ONLY = Statement("begin isolation level repeatable read, read only")
-"""All that the transaction sees is of one moment."""
-
-PATIENT_SETTINGS = Statement("""
-    select set_config('search_path', quote_ident($1::text), true), set_config('statement_timeout', '0', true),
-           set_config('idle_in_transaction_session_timeout', '0', true)
-""")
-"""A large value, or a slow reader of the export, takes longer than requests may."""
+# ----- the tables -----
 
 HAS_TABLE = Statement("select to_regclass($1::text) is not null")
 
 VERSION = Statement("select version from meta")
-
-ALL_RECORDS = Statement("""
-    select namespace, name, record, seq from buffers
-    where starts_with(case when namespace = '' then name else '~' || namespace || '/' || name end, $1::text)
-    order by namespace, name
-""")
-"""The records of the buffers whose `BufferName.joined` has a prefix."""
-
-GRADIENTS = Statement("select count(*), count(blob), coalesce(sum(bytes), 0)::bigint from deltas")
-
-UNOWNED = Statement("""
-    select count(distinct blob), coalesce(sum(octet_length(data)), 0) from unowned join chunks using (blob)
-""")
-
-ORPHANS = Statement("select distinct value from deltas where value <> all($1::bigint[]) order by value")
-
-UNOWNED_IN_USE = Statement("select blob, value from deltas join unowned using (blob) order by blob")
-
-BLOBS_OF_NOTHING = Statement("""
-    select blob, sum(octet_length(data)) from chunks
-    where not exists (select 1 from unowned where unowned.blob = chunks.blob)
-        and not exists (select 1 from deltas where deltas.blob = chunks.blob)
-    group by blob order by blob
-""")
-
-NEXT_ID = Statement("select last_value + seqincrement from ids, pg_sequence where seqrelid = 'ids'::regclass")
-
-LAST_ID = Statement("""
-    select greatest((select max(value) from deltas), (select max(blob) from deltas), (select max(blob) from chunks))
-""")
-
-OUTCOMES = Statement("""
-    select digest, at, outcome from keys where (digest, at) > ($1::bytea, $2::double precision)
-    order by digest, at limit $3::bigint
-""")
