@@ -63,6 +63,20 @@ def test_a_batch_lost_in_its_commit_counts_once(
     assert again == [True] * 10 + [False]
 
 
+def test_a_server_leaves_one_mark_of_all_its_transactions(schema: Schema, network: Network) -> None:
+    """A transaction's own mark says that it was committed, as its keys do. Only the last transaction is asked for."""
+    stores = [schema.open(network.url), schema.open()]
+    create(stores[0], "w")
+    for number in range(20):
+        side: Literal["request", "answer"] = "request" if number % 4 else "answer"
+        lost = network.lose_commit(side) if number % 2 else None
+        for one in stores:
+            added(one, 2, None if number % 3 else f"{number}").result(PATIENCE)
+        assert lost is None or lost.is_set()
+    assert stores[0].record("w").count == 20 + 13
+    assert schema.ask("select count(*) filter (where outcome = ''), count(*) from keys") == [(2, 2 + 7)]
+
+
 @pytest.mark.parametrize("point", ["made", "committed", "staged"])
 @pytest.mark.parametrize("size", [3, LARGE])
 def test_backends_ended_within_a_request(

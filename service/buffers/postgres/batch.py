@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import psycopg
 from psycopg.errors import DiskFull
 
 from service.buffers.changes import Create
@@ -22,7 +23,7 @@ from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import statements as sql
-from service.buffers.postgres.connections import Database, NoStandbyError, UnsureError
+from service.buffers.postgres.connections import Database, NoStandbyError, UnsureError, is_damage
 from service.buffers.postgres.exchange import Connection, ResultRows, columns
 from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, ask_pushes, found_pushes, put_pushes
 from service.buffers.postgres.schema import FREED_SECONDS
@@ -53,10 +54,14 @@ class Submission:
 
 
 class Batch:
-    """Requests that one transaction makes. `answers` are ready once the transaction may have been committed."""
+    """Requests that one transaction makes. `answers` are ready once the transaction may have been committed.
 
-    def __init__(self, submissions: Sequence[Submission]) -> None:
-        self.submissions = submissions
+    `marks` are those of the writer's transactions before, and the times at which they were stored. A commit replaces
+    them: only for the last transaction the writer may have to ask whether it was committed.
+    """
+
+    def __init__(self, submissions: Sequence[Submission], marks: list[tuple[bytes, float]]) -> None:
+        self.submissions, self._marks = submissions, marks
         self.answers: list[Outcome | GradserveError] = []
         self.changes = Changes()
         self.now = 0.0
@@ -128,6 +133,9 @@ class Batch:
         deltas = [delta for deltas in changes.deltas.values() for delta in deltas if delta.staged is None]
         moved = [(one.staged, *one) for deltas in changes.deltas.values() for one in deltas if one.staged is not None]
         keys = [(digest, key.caller, pack_known(known)) for digest, (key, known) in changes.keys.items()]
+        old = [*self._marks]
+        if changes:
+            self._marks.append((self._mark, self.now))
         self.may_be_committed = True
         try:
             database.commit(
@@ -141,12 +149,15 @@ class Batch:
                     sql.STAGE(0.0, unused) if unused else None,
                     *put_pushes(changes.pushes),
                     sql.REMEMBER(self.now, *columns([*keys, (self._mark, "", b"")], 3)) if changes else None,
+                    sql.FORGET_MARKS(*columns(old, 2)) if changes and old else None,
                 ],
                 fenced=not changes,
             )
-        except DiskFull:
-            self.may_be_committed = False
+        except psycopg.Error as error:
+            self.may_be_committed = not (isinstance(error, DiskFull) or is_damage(error))
             raise
+        if changes:
+            del self._marks[: len(old)]
 
 
 def _row(stored: Stored) -> tuple[bytes, int, float | None, float | None]:

@@ -268,10 +268,10 @@ class Database:
 
 def is_transient(error: BaseException) -> bool:
     """Return whether the same request may succeed later, or on another connection."""
-    return isinstance(error, _PASSING) and not (isinstance(error, (*_FINAL, errors.DiskFull)) or _is_damage(error))
+    return isinstance(error, _PASSING) and not (isinstance(error, (*_FINAL, errors.DiskFull)) or is_damage(error))
 
 
-def _is_damage(error: BaseException) -> bool:
+def is_damage(error: BaseException) -> bool:
     """Return whether the database cannot read what it has stored, or has a gradient where a new one belongs."""
     if isinstance(error, errors.UniqueViolation):
         return error.diag.table_name == "deltas"
@@ -285,7 +285,7 @@ def as_operator_error(error: Exception) -> Exception:
     text = " ".join(str(error).split())
     if isinstance(error, errors.DiskFull):
         return StoreFull(f"The database has no room: {text}")
-    if _is_damage(error):
+    if is_damage(error):
         return BufferCorrupt(f"The database is damaged: {text}")
     return StoreFailed(f"The database does not serve: {text}")
 

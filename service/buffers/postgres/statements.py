@@ -141,6 +141,11 @@ REMEMBER = Statement("""
     from unnest($2::bytea[], $3::text[], $4::bytea[]) as made(digest, namespace, outcome)
 """)
 
+FORGET_MARKS = Statement("""
+    delete from keys using unnest($1::bytea[], $2::double precision[]) as mark(digest, at)
+    where keys.digest = mark.digest and keys.at = mark.at
+""")
+
 # ----- reads -----
 
 RECORDS = Statement("""

@@ -75,6 +75,7 @@ class Writer:
         self._committed, self._changed, self._janitor, self._max_buffers = committed, changed, janitor, max_buffers
         self._fold, self._turns, self._deadlines = fold, turns, Deadlines(database)
         self._connection: Connection | None = None
+        self._marks: list[tuple[bytes, float]] = []
         self._stagers = Pool(STAGING_THREADS)
         self._batches: Batches[Submission] = Batches(
             _work_of, most=MOST_IN_BATCH, most_bytes=MOST_BYTES_IN_BATCH, long_seconds=LONG_SECONDS
@@ -172,7 +173,7 @@ class Writer:
 
     def _make(self, submissions: list[Submission]) -> None:
         """Make the requests in one transaction, and answer them. If that fails, make each in its own transaction."""
-        start, batch = time.perf_counter(), Batch(submissions)
+        start, batch = time.perf_counter(), Batch(submissions, self._marks)
         try:
             retried(lambda: self._attempt(batch), since=min(one.since for one in submissions))
         except StagedLostError:
