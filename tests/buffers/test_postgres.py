@@ -17,7 +17,7 @@ from service.buffers import failpoints
 from service.buffers.changes import Add, Create, Delete, Zero
 from service.buffers.packed import FORMAT
 from service.buffers.perform import Request
-from service.buffers.postgres import compactor, connections, janitor, watcher
+from service.buffers.postgres import compactor, connections, failures, janitor, watcher
 from service.buffers.postgres import store as store_module
 from service.errors import StoreFailed, UnknownBuffer
 from tests.buffers.calls import add, create, do, key, ones, spec, value
@@ -316,7 +316,7 @@ def test_clients_read_nothing_of_the_database_and_the_log_has_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its words may name its address and its users. The operator who starts a server reads them at once."""
-    monkeypatch.setattr(connections.retried, "__defaults__", (lambda: False, 0.1))
+    monkeypatch.setattr(failures.retried, "__defaults__", (lambda: False, 0.1))
     monkeypatch.setattr(store_module, "READ_SECONDS", 0.1)
     with cluster() as server:
         schema = Schema(server.url)
@@ -334,7 +334,7 @@ def test_clients_read_nothing_of_the_database_and_the_log_has_it(
                 use()
             assert not re.search(rf"127|{server.port}|postgres|connection", str(caught.value))
             assert "the log of the server says why" in str(caught.value)
-        said = [record.message for record in caplog.records if record.name == connections.__name__]
+        said = [record.message for record in caplog.records if record.name == failures.__name__]
         assert 1 <= len(said) < len(uses)
         assert f"port {server.port} failed" in said[0]
         with pytest.raises(StoreFailed, match=f"port {server.port} failed"):

@@ -13,7 +13,7 @@ import pytest
 
 from service.buffers.changes import Add, Zero
 from service.buffers.perform import Outcome, Request
-from service.buffers.postgres import PostgresStore, batch, connections, exchange, janitor, store, writer
+from service.buffers.postgres import PostgresStore, batch, connections, exchange, failures, janitor, store, writer
 from service.buffers.postgres.batch import Submission
 from service.errors import StoreFailed
 from tests.buffers.calls import add, create, do, key, ones, value
@@ -163,7 +163,7 @@ def test_cut_connections_lose_no_note_of_changes(schema: Schema, network: Networ
 
 def test_a_busy_row_is_waited_for_and_then_refused(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "LOCK_SECONDS", 0.3)
-    monkeypatch.setattr(connections.retried, "__defaults__", (lambda: False, 0.5))
+    monkeypatch.setattr(failures.retried, "__defaults__", (lambda: False, 0.5))
     store = schema.open()
     create(store, "w", "free")
     with schema.connected() as other, other.transaction():
@@ -178,7 +178,7 @@ def test_the_wait_for_the_database_includes_the_queue(schema: Schema, monkeypatc
     """A request that has waited long behind another one is tried once."""
     seconds = 1.0
     monkeypatch.setattr(connections, "LOCK_SECONDS", 0.1)
-    monkeypatch.setattr(connections.retried, "__defaults__", (lambda: False, seconds))
+    monkeypatch.setattr(failures.retried, "__defaults__", (lambda: False, seconds))
     store = schema.open()
     create(store, "w")
     attempts: list[int] = []

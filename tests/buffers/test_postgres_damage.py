@@ -9,7 +9,7 @@ import pytest
 
 from service.buffers.changes import Add, Delete, Take, Zero
 from service.buffers.perform import Request
-from service.buffers.postgres import compactor, connections, janitor
+from service.buffers.postgres import compactor, failures, janitor
 from service.errors import BufferCorrupt
 from tests.buffers.calls import add, create, do, ones, part, value
 from tests.buffers.postgres import Schema, until
@@ -137,7 +137,7 @@ def test_a_record_that_is_behind_its_gradients_is_damaged_at_once(
     schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its next gradient has the place of another. No retry helps, and the writer of all others must not wait for it."""
-    monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", PATIENCE)
+    monkeypatch.setattr(failures, "FIRST_PAUSE_SECONDS", PATIENCE)
     store = schema.open()
     create(store, "hurt", "well")
     for _ in range(3):
@@ -186,7 +186,7 @@ def test_a_gradient_that_the_database_cannot_read_harms_one_buffer(size: int) ->
         with pytest.raises(BufferCorrupt):
             made[1].result(PATIENCE)
         assert [made[place].result(PATIENCE).receipts["well"]["count"] for place in (0, 2)] == [2, 3]
-        assert time.monotonic() - began < connections.RETRY_SECONDS
+        assert time.monotonic() - began < failures.RETRY_SECONDS
         assert (value(store, "well") == 3 * numbers).all()
         if size == LARGE:  # a row of numbers cannot even be deleted
             do(store, Zero(name="hurt"))

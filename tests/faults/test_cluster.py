@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.buffers.postgres.connections import RETRY_SECONDS
 from service.buffers.postgres.deadlines import LOOK_SECONDS
+from service.buffers.postgres.failures import RETRY_SECONDS
 from tests.faults.cluster import Load, one_dies, replicas, wait
 from tests.faults.servers import LONG, PATIENCE, Server, moments
 from tests.network import SIDES, Network

@@ -23,8 +23,9 @@ from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import statements as sql
-from service.buffers.postgres.connections import Database, NoStandbyError, UnsureError, is_damage
+from service.buffers.postgres.connections import Database
 from service.buffers.postgres.exchange import Connection, ResultRows, columns
+from service.buffers.postgres.failures import NoStandbyError, UnsureError, is_damage
 from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, ask_pushes, found_pushes, put_pushes
 from service.buffers.postgres.schema import FREED_SECONDS
 from service.buffers.postgres.transaction import Changes, Found, Stored

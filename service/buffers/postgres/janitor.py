@@ -10,7 +10,8 @@ from contextlib import suppress
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_push, unpack_record
 from service.buffers.perform import Outcome, Request
-from service.buffers.postgres.connections import HANGING_SECONDS, Database, as_operator_error, retried
+from service.buffers.postgres.connections import HANGING_SECONDS, Database
+from service.buffers.postgres.failures import as_operator_error, retried
 from service.buffers.postgres.pushes import OVERDUE, values_of
 from service.buffers.postgres.readonly import opened_readonly
 from service.buffers.postgres.schema import FREED_SECONDS, drop_partitions, make_partitions

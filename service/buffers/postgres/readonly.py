@@ -14,9 +14,10 @@ import psycopg
 
 from service.buffers.names import BufferName
 from service.buffers.packed import FORMAT, unpack_known, unpack_push, unpack_record
-from service.buffers.postgres.connections import CONNECT_SECONDS, as_operator_error
+from service.buffers.postgres.connections import CONNECT_SECONDS
 from service.buffers.postgres.deltas import Delta, complete, read_numbers, stream, total
 from service.buffers.postgres.exchange import Connection, Execution, Statement
+from service.buffers.postgres.failures import as_operator_error
 from service.buffers.postgres.pushes import ALL_PUSHES, values_of
 from service.buffers.postgres.schema import has_tables
 from service.buffers.postgres.statements import COMMIT, NOW

@@ -21,9 +21,10 @@ from service.buffers.packed import digest_of, unpack_known, unpack_push, unpack_
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import schema as tables
 from service.buffers.postgres.compactor import Compactor
-from service.buffers.postgres.connections import Database, application_of, as_operator_error, retried
+from service.buffers.postgres.connections import Database, application_of
 from service.buffers.postgres.deltas import Delta, Turns, complete, stream, total
 from service.buffers.postgres.exchange import Connection, Execution, ResultRows
+from service.buffers.postgres.failures import as_operator_error, retried
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.pushes import INCOMPLETE
 from service.buffers.postgres.statements import COUNT, LISTED, MEASURES, NOW, OUTCOME, RECORDS, REPLICAS, VERSION

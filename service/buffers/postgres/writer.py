@@ -23,10 +23,11 @@ from service.buffers.parts import make
 from service.buffers.perform import Outcome, Request, resolved
 from service.buffers.postgres.batch import Batch, StagedLostError, Submission
 from service.buffers.postgres.compactor import Fold
-from service.buffers.postgres.connections import Database, retried
+from service.buffers.postgres.connections import Database
 from service.buffers.postgres.deadlines import Deadlines
 from service.buffers.postgres.deltas import Payload, Turns, payload_of, write_blobs
 from service.buffers.postgres.exchange import Connection
+from service.buffers.postgres.failures import retried
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.schema import ROW_BYTES, make_partitions
 from service.buffers.postgres.statements import MOST_DUE, STAGE
