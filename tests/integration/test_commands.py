@@ -130,7 +130,7 @@ def test_the_socket_is_shared_with_a_container(stack: Stack, tmp_path: Path) -> 
         assert stack.health() == 0
         volume = f"{PROJECT}_socket:/run/gradserve:ro"
         trainer = ("run", "--rm", "--network", "none", "--user", "12345", "--volume", volume, "--entrypoint", "python")
-        assert stack.engine(*trainer, "gradserve", "-c", ASK).strip() == "401"
+        assert stack.engine(*trainer, PROJECT, "-c", ASK).strip() == "401"
     finally:
         stack.engine("compose", "down")
         stack.up()
