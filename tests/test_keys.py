@@ -61,7 +61,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("expires", False, "has expires false, but"),
     ("expires", HUGE, "has expires 1000"),
     ("expires", 1e12, "has expires 1000000000000.0, but it must be null or seconds since 1970, before the year 9999"),
-    ("note", "Bob's", "has 'note', which is unknown"),
+    ("note", "Bob's", "has 'note', which this version does not know"),
     ("expires", ..., "lacks expires"),
 ]
 

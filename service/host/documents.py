@@ -48,7 +48,7 @@ def check(subject: str, value: Any, rules: Members, required: Set[str], prefix: 
         raise DocumentInvalid(f"{subject} lacks {prefix}{name}")
     for name, member in value.items():
         if name not in rules:
-            raise DocumentInvalid(f"{subject} has {shown(prefix + name)}, which is unknown")
+            raise DocumentInvalid(f"{subject} has {shown(prefix + name)}, which this version does not know")
         rule, is_valid = rules[name]
         if not is_valid(member):
             raise DocumentInvalid(f"{subject} has {prefix}{name} {shown(member)}, but it must be {rule}")

@@ -99,7 +99,7 @@ def test_metadata_that_is_not_an_object_is_refused(tmp_path: Path, about: str, w
         (7, "is 7, but must be an object"),
         ([], r"is \[\], but must be an object"),
         *[({member: STATE[member] for member in STATE if member != gone}, f"lacks {gone}") for gone in STATE],
-        ({**STATE, "extra": 1}, "has 'extra', which is unknown"),
+        ({**STATE, "extra": 1}, "has 'extra', which this version does not know"),
         ({**STATE, "spec": None}, "has spec null, but it must be an object"),
         ({**STATE, "weight": "x"}, "has weight 'x', but it must be a number"),
         ({**STATE, "weight": True}, "has weight true, but it must be a number"),
@@ -135,7 +135,7 @@ def test_metadata_that_is_not_an_object_is_refused(tmp_path: Path, about: str, w
         *[(with_rules(contributors=names), "has spec.contributors ") for names in ([], ["a", "a"], [""], [3], "a")],
         ({**STATE, "began": "then"}, "has began 'then', but it must be seconds since 1970"),
         *[({**STATE, "contributors": held}, "has contributors ") for held in HELD],
-        (with_rules(extra=1), "has 'spec.extra', which is unknown"),
+        (with_rules(extra=1), "has 'spec.extra', which this version does not know"),
     ],
 )
 def test_invalid_metadata_of_a_buffer_is_refused(tmp_path: Path, one: Any, words: str) -> None:
