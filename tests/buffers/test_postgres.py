@@ -139,6 +139,37 @@ def test_folds_by_two_stores_change_no_bit(schema: Schema, monkeypatch: pytest.M
     assert schema.faults() == []
 
 
+def test_folds_that_wait_take_no_more_than_their_values(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A database may fold more slowly than adds come: then each value waits once, and further values not at all."""
+    monkeypatch.setattr(compactor, "FOLD_EVERY_SMALL", 2)
+    monkeypatch.setattr(compactor, "MOST_WAITING", 3)
+    made: list[str] = []
+    slow, begun, usual = threading.Event(), threading.Event(), compactor.Compactor._make
+
+    def make(self: compactor.Compactor, connection: Any, fold: compactor.Fold) -> None:
+        made.append(fold.name.name)
+        begun.set()
+        assert slow.wait(PATIENCE)
+        usual(self, connection, fold)
+
+    monkeypatch.setattr(compactor.Compactor, "_make", make)
+    store, names = schema.open(), ["a", "b", "c", "d", "e"]
+    create(store, *names)
+    for number in range(20):
+        for name in names:
+            add(store, name, 1.0)
+            assert number < 1 or begun.wait(PATIENCE)
+    assert made == ["a"]
+    slow.set()
+    until(lambda: schema.ask("select count(*) from deltas") == [(4 * 1 + 20,)], "the folds that wait are not made")
+    assert made == ["a", "b", "c", "d"]
+    for _ in range(2):
+        add(store, "e", 1.0)
+    until(lambda: made[-1] == "e", "a value that did not fit is not folded later")
+    assert [(value(store, name) == 20 + 2 * (name == "e")).all() for name in names] == [True] * 5
+    assert schema.faults() == []
+
+
 @pytest.mark.parametrize("size", [3, LARGE])
 def test_folds_race_with_zeros_and_deletes(schema: Schema, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(compactor, "FOLD_EVERY_SMALL", 1)

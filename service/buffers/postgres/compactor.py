@@ -42,6 +42,10 @@ LARGE_BYTES = 1 << 20
 """From this size on the bytes of a value cost more than its rows."""
 
 
+MOST_WAITING = 10_000
+"""Values that wait for a fold, at most: a reader, or the next fold of the value, does the work of further ones."""
+
+
 class Fold(NamedTuple):
     """A value whose deltas are worth a fold, and the buffer that it belongs to."""
 
@@ -67,16 +71,21 @@ class Compactor:
     def __init__(self, database: Database, next_id: Callable[[], int], allocate: Allocate, turns: Turns) -> None:
         self._database, self._next_id, self._allocate, self._turns = database, next_id, allocate, turns
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="gradserve-compactor")
+        self._waiting: set[int] = set()
+        """The values that wait: each waits once, however many gradients it gets meanwhile."""
 
     def submit(self, fold: Fold) -> None:
-        """Make the fold soon."""
-        self._pool.submit(self._try, fold)
+        """Make the fold soon, unless its value waits already, or too many do."""
+        if fold.value not in self._waiting and len(self._waiting) < MOST_WAITING:
+            self._waiting.add(fold.value)
+            self._pool.submit(self._try, fold)
 
     def close(self) -> None:
         """Drop the folds that wait: a reader, or the next fold, does their work."""
         self._pool.shutdown(cancel_futures=True)
 
     def _try(self, fold: Fold) -> None:
+        self._waiting.discard(fold.value)  # what comes from now on may need another fold
         try:
             with self._database.transaction(durable=False) as connection, np.errstate(all="ignore"):
                 self._make(connection, fold)
