@@ -280,6 +280,25 @@ def test_reads_that_wait_do_not_stop_adds(schema: Schema) -> None:
         assert all((one.result(PATIENCE) == 1).all() for one in reading)
 
 
+def test_a_transaction_takes_no_more_locks_than_its_connection_has(
+    schema: Schema, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else many servers behind a pooler could fill the lock table, which all clients of the database share."""
+    store, names = schema.open(), [f"b{number}" for number in range(300)]
+    create(store, *names)
+    ((each,),) = schema.ask("select current_setting('max_locks_per_transaction')::integer")
+    held: list[int] = []
+
+    def look(point: str) -> None:
+        if point == "made":
+            held.extend(count for (count,) in schema.ask("select count(*) from pg_locks where locktype = 'advisory'"))
+
+    monkeypatch.setattr(failpoints, "action", look)
+    sent = [store.submit(Request([Add(name=name, gradient=ones(2))], key(name))) for name in names]
+    assert all(one.result(PATIENCE).receipts for one in sent)
+    assert 10 < max(held) < each
+
+
 def test_connections_that_the_database_has_ended_are_replaced(schema: Schema) -> None:
     store = schema.open()
     create(store, "w")

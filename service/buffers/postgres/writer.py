@@ -39,8 +39,8 @@ from service.errors import GradserveError, StoreFailed
 
 logger = logging.getLogger(__name__)
 
-MOST_IN_BATCH = 256
-"""Requests in one transaction: more of them would hold their locks for too long."""
+MOST_IN_BATCH = 48
+"""Requests in one transaction. Each key has a lock, and PostgreSQL sets 64 locks aside for each connection."""
 
 MOST_BYTES_IN_BATCH = 64 << 20
 """Bytes after which a transaction takes no more requests: PostgreSQL refuses an array of 1 GB."""
