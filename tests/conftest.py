@@ -6,7 +6,8 @@ import shutil
 import signal
 import ssl
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +51,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """Fail the run if a process of pytest-xdist does not end by itself."""
+    """Fail the run if a process of pytest-xdist does not end by itself. It waits until all tests have run."""
     manager = getattr(session.config.pluginmanager.getplugin("dsession"), "nodemanager", None)
     processes = [gateway._io.popen for gateway in manager.group] if manager is not None else []
-    yield
+    timer = threading.Timer(EXIT_SECONDS, abort, [processes])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
     if any(process.returncode for process in processes):
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
+def abort(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End processes. They show their stacks."""
+    for process in processes:
+        process.send_signal(signal.SIGABRT)
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """Show the stacks of a process that does not end, and end it."""
-    faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
+    if hasattr(config, "workerinput"):
+        faulthandler.enable()
+    else:
+        faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
