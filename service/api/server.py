@@ -118,6 +118,7 @@ def server_config(settings: Settings) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         ssl_certfile=settings.tls_certificate,
+        headers=[("X-Content-Type-Options", "nosniff")],  # of all answers
         ssl_keyfile=settings.tls_key,
     )
 

@@ -25,7 +25,6 @@ _DOCS = ("swagger_ui",)
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:;"
     " connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # a browser asks with its tag each time: an upgrade changes all files at once
 }
@@ -33,8 +32,7 @@ _PAGE_HEADERS = {
 
 _DOCS_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline';"
-    " style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
+    " style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'"
 }
 """The page may run its inline script, but an API key in it goes only to this server."""
 

@@ -28,6 +28,11 @@ def test_the_front_page_needs_no_key_and_runs_nothing_from_elsewhere(http: httpx
     assert (answer.headers["x-content-type-options"], answer.headers["referrer-policy"]) == ("nosniff", "no-referrer")
 
 
+@pytest.mark.parametrize("path", ["/", "/docs", "/docs/swagger-ui.css", "/metrics", "/v1/limits", "/v2", "/nothing"])
+def test_no_browser_guesses_a_media_type(http: httpx.Client, path: str) -> None:
+    assert http.get(path).headers.get_list("x-content-type-options") == ["nosniff"]
+
+
 def test_the_front_page_names_only_files_of_the_page(http: httpx.Client) -> None:
     answer = http.get("/")
     linked = {path for path in re.findall(r'(?:src|href)="([^"#]+)"', answer.text) if path}
