@@ -152,6 +152,10 @@ class UnsupportedMediaType(GradserveError, status=415, code="unsupported_media_t
         self.accepted = accepted
 
 
+class HeadTooLarge(MalformedBody, status=431, code="head_too_large"):
+    """Request head too large."""
+
+
 class Invalid(GradserveError, status=422, code="invalid_request"):
     """Invalid request."""
 

@@ -187,11 +187,11 @@ class Application(FastAPI):
         for observer in self.observers:
             observer.ended(call, spent, None if bug is None else type(bug).__qualname__)
 
-    def unreadable(self, message: str, url: bytes) -> Answer:
+    def unreadable(self, error: MalformedBody, url: bytes) -> Answer:
         """Return the answer to an unreadable request for `url`, as far as that was read."""
         fields = {"Connection": "close", "X-Request-ID": uuid.uuid4().hex}
         path = _ORIGIN.sub(b"", url).partition(b"?")[0].decode("latin-1")
-        return answer_error(path, MalformedBody(message), fields)
+        return answer_error(path, error, fields)
 
     def stop_waiting(self) -> None:
         """Answer the requests that wait for an epoch: the server stops."""

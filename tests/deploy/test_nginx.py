@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.errors import HeadTooLarge
 from service.keys import add
 from tests.api.test_body import Connection
 from tests.integration.conftest import free_port
@@ -99,6 +101,29 @@ def test_the_port_of_the_host_is_passed_on(deployed: str) -> None:
     """A browser of the page at / sends this origin."""
     headers = {"Host": "localhost:8080", "Origin": "http://localhost:8080"}
     assert httpx.post(f"{deployed}/v1/ops/ReluGrad", json=RELU, headers=headers).status_code == 200
+
+
+def test_an_unknown_host_is_refused_through_nginx(deployed: str) -> None:
+    answer = httpx.get(f"{deployed}/v1/limits", headers={"Host": "evil.example"})
+    assert_problem(answer, 403, "forbidden", "'evil.example'", "GRADSERVE_HOST_NAMES")
+
+
+LARGE_LINE = b" HTTP/1.1\r\nHost: gpu-box\r\nX-Large: " + b"x" * 70_000
+
+
+@pytest.mark.parametrize(
+    ("path", "more"), [("/v1/ops", b"?" + b"x" * 70_000), ("/v1/ops", LARGE_LINE), ("/v2", LARGE_LINE)]
+)
+def test_nginx_refuses_a_large_head_as_the_service_does(deployed: str, path: str, more: bytes) -> None:
+    with Connection(deployed) as connection:
+        connection.send(b"GET %b%b" % (path.encode(), more))
+        answer = connection.answer()
+    assert (answer.status, answer.headers["x-content-type-options"]) == (431, "nosniff")
+    problem = json.loads(answer.body)
+    if path == "/v1/ops":
+        assert (problem["code"], problem["title"]) == ("head_too_large", HeadTooLarge.title())
+    else:
+        assert "64 KB" in problem["error"]
 
 
 @pytest.mark.skipif(HAPROXY is None, reason="HAProxy is missing; on Debian: apt-get install haproxy")

@@ -308,8 +308,8 @@ def test_nginx_retries_no_request(stack: Stack, tmp_path_factory: pytest.TempPat
     ("lines", "status"),
     [
         (["GET /v1/ops HTTP/1.1", "Host: x", "X-Large: " + "x" * 60_000], 401),
-        (["GET /v1/ops HTTP/1.1", "Host: x", "X-Large: " + "x" * 70_000], 400),
-        (["GET /v1/ops?" + "x" * 70_000 + " HTTP/1.1", "Host: x"], 400),
+        (["GET /v1/ops HTTP/1.1", "Host: x", "X-Large: " + "x" * 70_000], 431),
+        (["GET /v1/ops?" + "x" * 70_000 + " HTTP/1.1", "Host: x"], 431),
         (["GET /v1/ops HTTP/1.1"], 400),
         (["GET /v1/ops HTTP/3.0", "Host: x"], 400),
         (["POST /v1/ops/ReluGrad HTTP/1.1", "Host: x", "Transfer-Encoding: gzip, chunked"], 400),
@@ -352,7 +352,13 @@ def assert_error_of_a_proxy(answer: tuple[int, Message, bytes], path: str, statu
         assert (found, headers["Content-Type"], list(json.loads(body))) == (status, "application/json", ["error"])
         return
     assert (found, headers["Content-Type"]) == (status, "application/problem+json")
-    codes = {400: "malformed_body", 401: "unauthorized", 404: "not_found", 405: "method_not_allowed"}
+    codes = {
+        400: "malformed_body",
+        401: "unauthorized",
+        404: "not_found",
+        405: "method_not_allowed",
+        431: "head_too_large",
+    }
     assert (json.loads(body)["status"], json.loads(body)["code"]) == (status, codes[status])
 
 

@@ -58,7 +58,7 @@ class Connection(Wire):
         self._app: Any = config.loaded_app
         self._incoming = Incoming()
         self._reader: HeadReader | None = None  # while a head is incomplete
-        self._url = b""  # the target of the last complete head
+        self._url = b""  # the target of the running request
         self._exchange: Exchange | None = None  # while a request runs
         self._body: SizedBody | ChunkedBody = SizedBody(0)  # of that request
 
@@ -119,7 +119,7 @@ class Connection(Wire):
                 if incoming.size == size:
                     break
         except MalformedBody as error:
-            self._refuse(error.detail)
+            self._refuse(error)
         if self.client_ended and (self._exchange is None or self._exchange.more_body):
             self.end(at_once=True)  # what is incomplete stays so
         else:
@@ -200,21 +200,22 @@ class Connection(Wire):
                 self._balance()
             return
         self.server_state.total_requests += 1
-        self._exchange, self.due = None, self.loop.time() + self.idle_seconds
+        self._exchange, self._url, self.due = None, b"", self.loop.time() + self.idle_seconds
         if not exchange.keeps_alive:
             self.end()
         elif (self._incoming.size or self.is_paused or self.client_ended) and not self.transport.is_closing():
             self._advance()
 
-    def _refuse(self, message: str) -> None:
+    def _refuse(self, error: MalformedBody) -> None:
         """Answer that the request is not readable, unless its answer has begun; then end the connection."""
         exchange = self._exchange
         if exchange is not None and exchange.is_started:
-            logger.warning(message)
+            logger.warning(error.detail)
             self._body = SizedBody(sys.maxsize)  # discard all that follows; the answer goes on, and is the last
             return
-        answer = self._app.unreadable(message, self._url if self._reader is None else self._reader.url)
-        logger.warning("%s. The request id of its answer is %s.", message.rstrip("."), answer.fields["X-Request-ID"])
+        answer = self._app.unreadable(error, self._url if self._reader is None else self._reader.url)
+        identity = answer.fields["X-Request-ID"]
+        logger.warning("%s. The request id of its answer is %s.", error.detail.rstrip("."), identity)
         head = head_of(answer.status_code, (*self.server_state.default_headers, *answer.raw_headers))
         self.transport.writelines([head, b"\r\n", *answer.pieces])
         if exchange is not None:

@@ -11,13 +11,19 @@ import re
 
 import httptools
 
-from service.errors import MalformedBody, shown
+from service.errors import HeadTooLarge, MalformedBody, shown
 
 BLANK_LINE = b"\r\n\r\n"
 """The end of each head and of each chunked body: the parser accepts no other line break."""
 
 MAX_HEAD_BYTES = 1 << 16
 """Bytes of a head, or of the trailers behind a chunked body. deploy/nginx.conf has the same limit."""
+
+MAX_HEADERS = 100
+"""Headers of a head: in memory an empty one takes 30 times its bytes. Browsers and proxies together send about 40."""
+
+VERSIONS = (b" HTTP/1.1\r\n", b" HTTP/1.0\r\n")
+"""The ends of a request's first line. The parser takes those of HTTP/0.9, HTTP/2.0 and RTSP, too."""
 
 _is_host = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?").fullmatch
 """The value of Host: a name, an address, or nothing, and a port (RFC 3986, 3.2.2)."""
@@ -41,8 +47,8 @@ class Incoming:
         piece = memoryview(self._data)[self._start : self._start + count]
         self._start += len(piece)
         self.size -= len(piece)
-        if not self.size:
-            self._data = b""  # free what may be much memory, once the piece is freed
+        if self.size < self._start:
+            self._data, self._start = self._data[self._start :], 0  # free what may be much memory, with the piece
         return piece
 
     def take_to_blank_line(self) -> memoryview:
@@ -69,6 +75,8 @@ class Head:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header without the white space behind its value. The parser refuses all but blanks and tabs."""
+        if len(self.headers) == MAX_HEADERS:
+            raise HeadTooLarge(f"The head of the request has more than {MAX_HEADERS} headers, the limit")
         self.headers.append((name.lower(), value.strip()))
 
     def on_headers_complete(self) -> None:
@@ -106,7 +114,7 @@ class HeadReader:
     """Parses the bytes of one head."""
 
     def __init__(self) -> None:
-        self._head, self._size = Head(), 0
+        self._head, self._size, self._line = Head(), 0, b""
         self._parser = httptools.HttpRequestParser(self._head)
 
     @property
@@ -115,18 +123,28 @@ class HeadReader:
         return self._head.url
 
     def take(self, incoming: Incoming) -> Head | None:
-        """Return the head once it is complete. Raises `MalformedBody` if it is not valid, or too long."""
+        """Return the head once it is complete. Raises `MalformedBody` if it is not valid, `HeadTooLarge`."""
         head, parser, piece = self._head, self._parser, incoming.take_to_blank_line()
         self._size += len(piece)
         upgraded = _feed(parser, piece)
         if self._size > MAX_HEAD_BYTES:
-            raise MalformedBody(f"The head of the request has more than {MAX_HEAD_BYTES} bytes, the limit")
+            raise HeadTooLarge(f"The head of the request has more than {MAX_HEAD_BYTES} bytes, the limit")
+        self._check_line(piece)
         if not head.is_complete:
             return None
         head.method, head.version = parser.get_method().decode("ascii"), parser.get_http_version()
         head.check_host()
         head.keeps_alive = head.version == "1.1" and not upgraded and not head.has(b"connection", b"close")
         return head
+
+    def _check_line(self, piece: memoryview) -> None:
+        """Raise `MalformedBody` if the first line is complete, and not that of a request in HTTP/1.1 or HTTP/1.0."""
+        if not self._line.endswith(b"\n"):
+            line, end, _ = (self._line + piece).lstrip(b"\r\n").partition(b"\n")
+            self._line = line + end
+            if end and not self._line.endswith(VERSIONS):
+                found = shown(line.rpartition(b" ")[2].decode("latin-1").rstrip())
+                raise MalformedBody(f"The request's first line ends in {found}, but must end in HTTP/1.1 or HTTP/1.0")
 
 
 class SizedBody:
@@ -213,6 +231,8 @@ def _feed(parser: httptools.HttpRequestParser, piece: bytes | memoryview) -> boo
     except httptools.HttpParserUpgrade:
         return True
     except httptools.HttpParserError as error:
+        if isinstance(error.__context__, HeadTooLarge):
+            raise error.__context__ from None
         raise _unreadable(error) from None
     return False
 

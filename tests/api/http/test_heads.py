@@ -1,4 +1,4 @@
-"""Heads: white space around the values of headers, and the header Host."""
+"""Heads: their size, their version, white space around the values of headers, and the header Host."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from service.api.http.framing import MAX_HEAD_BYTES, MAX_HEADERS
 from tests.api.calls import fresh
 from tests.api.test_body import Connection, assert_right, v1, v2
 from tests.serving import serving
@@ -20,6 +21,67 @@ SPACES = [b"%b ", b" \t%b\t", b"%b \t \t"]
 def url() -> Iterator[str]:
     with serving() as url:
         yield url
+
+
+# ----- size and version -----
+
+
+def assert_refused(connection: Connection, status: int, code: str, word: str) -> None:
+    answer = connection.answer()
+    problem = json.loads(answer.body)
+    assert (answer.status, answer.headers["connection"], problem["code"]) == (status, "close", code)
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert word in problem["detail"]
+    assert connection.is_closed()
+
+
+@pytest.mark.parametrize("line", [b"a:\r\n", b"a: b\r\n", b"x-%d: y\r\n"])
+def test_a_head_has_a_hundred_headers_at_most(url: str, line: bytes) -> None:
+    """It is refused as soon as one more is there: an incomplete head is kept as long as a complete one."""
+    lines = [line % number if b"%" in line else line for number in range(MAX_HEADERS)]
+    start = b"GET /v1/limits HTTP/1.1\r\nHost: x\r\n"
+    with Connection(url) as connection:
+        for _ in range(2):
+            connection.send(start + b"".join(lines[1:]) + b"\r\n")
+            assert connection.answer().status == 200
+        connection.send(start + b"".join(lines) + b"b")
+        assert_refused(connection, 431, "head_too_large", f"more than {MAX_HEADERS} headers")
+
+
+@pytest.mark.parametrize("end", [b"", b" HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_head_has_so_many_bytes_at_most(url: str, end: bytes) -> None:
+    with Connection(url) as connection:
+        connection.send(b"GET /v1/ops?" + b"a" * MAX_HEAD_BYTES + end)
+        assert_refused(connection, 431, "head_too_large", f"more than {MAX_HEAD_BYTES} bytes")
+
+
+@pytest.mark.parametrize(
+    ("sent", "word"),
+    [
+        (b"GET /v1/limits\r\n\r\n", "'/v1/limits'"),
+        (b"GET /v1/limits HTTP/0.9\r\n\r\n", "'HTTP/0.9'"),
+        (b'PUT /v1/buffers/w HTTP/2.0\r\nContent-Length: 13\r\n\r\n{"shape":[2]}', "'HTTP/2.0'"),
+        (b"GET /v1/limits HTTP/2.0\r\nHost: x\r\n\r\n", "'HTTP/2.0'"),
+        (b"GET /v1/limits RTSP/1.1\r\nHost: x\r\n\r\n", "'RTSP/1.1'"),
+        (b"OPTIONS /v1/limits RTSP/1.0\r\nHost: x\r\n\r\n", "'RTSP/1.0'"),
+        (b"\r\n\r\nGET /v1/limits RTSP/1.0\r\nA: b", "'RTSP/1.0'"),
+        (b"GET /v1/limits HTTP/1.2\r\nHost: x\r\n\r\n", "version"),
+        (b"GET /v1/limits HTTP/3.0\r\nHost: x\r\n\r\n", "version"),
+    ],
+)
+@pytest.mark.parametrize("cut", [False, True])
+def test_only_http_1_1_and_1_0_are_spoken(url: str, sent: bytes, word: str, cut: bool) -> None:
+    with Connection(url) as connection:
+        connection.send(*([sent[k : k + 1] for k in range(len(sent))] if cut else [sent]), pause=0)
+        assert_refused(connection, 400, "malformed_body", word)
+    assert httpx.get(f"{url}/v1/buffers/w").status_code == 404
+
+
+def test_empty_lines_before_a_request_are_ignored(url: str) -> None:
+    with Connection(url) as connection:
+        for version in (b"1.1", b"1.0"):
+            connection.send(b"\r\n\r\n\r\nGET /v1/limits HTTP/%b\r\nHost: x\r\n\r\n" % version)
+            assert connection.answer().status == 200
 
 
 # ----- white space -----
@@ -103,7 +165,7 @@ HOSTS = {
 def test_a_request_without_one_valid_host_is_refused(url: str, case: str, version: bytes) -> None:
     lines, word = HOSTS[case]
     with Connection(url) as connection:
-        connection.send(b"GET /v2/health/live HTTP/%b\r\n%b\r\n" % (version, lines))
+        connection.send(b"GET /v1/limits HTTP/%b\r\n%b\r\n" % (version, lines))
         answer = connection.answer()
         if (case, version) == ("none", b"1.0"):
             assert answer.status == 200
