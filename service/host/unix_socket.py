@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import sys
@@ -10,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import AF_UNIX, socket
 
-from service.host.files import locked
+from service.host.files import open_regular
 from service.host.tcp import AddressInvalid
 
 MAX_PATH_BYTES = 107 if sys.platform == "linux" else 103
@@ -39,11 +40,11 @@ def listening(path: Path, mode: str) -> Iterator[socket]:
         try:
             made = _listen(listener, path, int(mode, 8))
         except OSError as error:
-            raise OSError(f"Cannot listen on {path} (GRADSERVE_SOCKET): {error.strerror}") from None
+            raise OSError(f"Cannot listen on {path} (GRADSERVE_SOCKET): {_reason(error)}") from None
         try:
             yield listener
         finally:
-            with suppress(OSError), locked(path.parent):
+            with suppress(OSError), _alone(path):
                 if _identity(path) == made:
                     path.unlink()
 
@@ -51,7 +52,7 @@ def listening(path: Path, mode: str) -> Iterator[socket]:
 def _listen(listener: socket, path: Path, mode: int) -> tuple[int, ...]:
     """Let the socket listen at the path, and return the identity of its file."""
     _check_place(path)
-    with locked(path.parent):  # of two servers that start at once, one finds the other's socket
+    with _alone(path):  # of two servers that start at once, one finds the other's socket
         if _is_stale(path):
             path.unlink()
         usual = os.umask(~mode & 0o777)
@@ -61,6 +62,44 @@ def _listen(listener: socket, path: Path, mode: int) -> tuple[int, ...]:
             os.umask(usual)
         listener.listen(BACKLOG)  # before the next server may look whether somebody listens
         return _identity(path)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep out the other servers with this path, and wait as long as one of them is inside. Raises OSError.
+
+    They lock a file that no other user can open: anyone who may read a directory could lock that.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    descriptor = _locked(lock)
+    while not _is_at(lock, descriptor):  # the server before has removed it
+        os.close(descriptor)
+        descriptor = _locked(lock)
+    try:
+        yield
+    finally:
+        lock.unlink()
+        os.close(descriptor)
+
+
+def _locked(lock: Path) -> int:
+    """Open and lock the file, and return its descriptor. Raises OSError, for a file of another user too."""
+    descriptor = open_regular(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    try:
+        os.fchmod(descriptor, 0o600)  # only its owner may do that
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        os.close(descriptor)
+        raise OSError(error.errno, error.strerror, str(lock)) from None
+    return descriptor
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Return whether the open file is still at the path."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _check_place(path: Path) -> None:
@@ -93,6 +132,11 @@ def _is_stale(path: Path) -> bool:
         except BlockingIOError:  # its queue is full
             pass
     raise OSError(None, "another server listens there")
+
+
+def _reason(error: OSError) -> str:
+    """Return what the system says, with the file that it says it about."""
+    return f"{error.strerror}" if error.filename is None else f"{error.strerror}: {error.filename}"
 
 
 _KINDS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -215,6 +217,61 @@ def test_one_of_two_servers_gets_the_socket_of_a_dead_one(place: Path) -> None:
                 done.result(PATIENCE)
         assert len(refused) == 1
         assert not path.exists()
+
+
+# ----- other users -----
+
+
+def test_a_lock_on_the_directory_stops_neither_start_nor_stop(place: Path) -> None:
+    """Anyone who can read a directory can lock it, and so can anyone lock a file that he can open."""
+    path = place / "s"
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for before in (left, regular_lock):
+            before(path)
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(served, path).result(10)
+            assert os.listdir(place) == []
+    finally:
+        os.close(descriptor)
+
+
+def served(path: Path) -> None:
+    with unix_socket.listening(path, "0600"):
+        assert path.is_socket()
+
+
+def regular_lock(path: Path) -> None:
+    """Leave a lock as a killed server does."""
+    path.with_name("s.lock").touch(0o600)
+
+
+def linked_lock(path: Path) -> None:
+    path.with_name("s.lock").symlink_to("victim")
+
+
+def fifo_lock(path: Path) -> None:
+    os.mkfifo(path.with_name("s.lock"))
+
+
+@pytest.mark.parametrize("make", [linked_lock, fifo_lock])
+def test_a_planted_lock_is_named(make: object, place: Path) -> None:
+    make(place / "s")  # type: ignore[operator]
+    status, _, said = called("serve", "--socket", f"{place}/s")
+    assert (status, said.startswith(f"gradserve: Cannot listen on {place}/s (GRADSERVE_SOCKET): ")) == (1, True)
+    assert f"{place}/s.lock" in said
+    assert os.listdir(place) == ["s.lock"]
+
+
+def test_the_lock_of_another_user_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fchmod", refused)
+    with pytest.raises(OSError, match=f"Operation not permitted: {place}/s.lock"):
+        served(place / "s")
+    assert not (place / "s").exists()
 
 
 # ----- who may connect -----
