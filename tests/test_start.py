@@ -68,3 +68,20 @@ runpy.run_module({module!r}, run_name="__main__")
         "gradserve: the server does not run on Windows. Start it in WSL or in its container;"
         " gradserve-client runs here, too\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"), [("port=1", "Connection refused"), ("port=99999", 'invalid port number: "99999"')]
+)
+def test_a_start_says_at_once_what_it_waits_for(parameters: str, words: str, postgres_url: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "GRADSERVE_STORE": f"{postgres_url}?{parameters}&password=s3cret"}
+    environment |= {"GRADSERVE_PORT": "0", "GRADSERVE_POSTGRES_SCHEMA": "nowhere"}
+    command = [sys.executable, "-m", "gradserve", "serve"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        process.terminate()
+        rest = process.stderr.read()
+    assert line.startswith("Waiting for the database, 30 seconds at most: ")
+    assert words in line
+    assert (rest, "s3cret" in line) == ("", False)

@@ -119,10 +119,12 @@ def retried(
     *,
     since: float | None = None,
     raised: Callable[[Exception], Exception] = as_client_error,
+    tells: bool = False,
 ) -> R:
     """Return the result of `work`, tried again after transient errors. Raises `raised` of the last.
 
     The last try begins before `seconds` are over. They run from `since` on, a time of `time.monotonic`, or from now.
+    If it `tells`, it logs the first error: a start is silent otherwise.
     """
     end, pause = (time.monotonic() if since is None else since) + seconds, FIRST_PAUSE_SECONDS
     while True:
@@ -131,5 +133,9 @@ def retried(
         except Exception as error:
             if not is_transient(error) or closed() or time.monotonic() + pause > end:
                 raise raised(error) from None
+            if tells:
+                tells = False
+                text = " ".join(str(error).split())
+                logger.warning("Waiting for the database, %d seconds at most: %s", seconds, text)
         time.sleep(pause)
         pause = min(2 * pause, LAST_PAUSE_SECONDS)

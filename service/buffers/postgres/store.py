@@ -97,7 +97,7 @@ class PostgresStore(Store):
         self._allocate, self._key_seconds = allocate, key_seconds
         self._database = Database(url, schema, replicated=replicated, clock=clock or (lambda: None))
         try:
-            retried(lambda: tables.prepare(self._database), raised=as_operator_error)
+            retried(lambda: tables.prepare(self._database), raised=as_operator_error, tells=True)
         except BaseException:
             self._database.close()
             raise
