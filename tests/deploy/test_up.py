@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 from pathlib import Path
 
@@ -17,9 +18,10 @@ echo "$*" >>"$CALLS"
 case "$*" in
 "compose version" | "compose --profile cluster version") exit "${VERSION:-0}" ;;
 "compose pull nginx" | "compose --profile cluster pull nginx-cluster postgres-1") exit "${PULL:-0}" ;;
-"compose build gradserve --pull" | "compose --profile cluster build --pull gradserve") ;;
+"compose build gradserve --pull" | "compose --profile cluster build gradserve --pull") ;;
 run*) echo gs_secret && echo "This is the key's secret." >&2 ;;
 "compose up --detach --force-recreate") exit "${UP:-0}" ;;
+"compose --profile cluster up --detach --force-recreate nginx-cluster") ;;
 "compose logs") echo "the log" ;;
 *) echo "unexpected: $*" >&2 && exit 9 ;;
 esac
@@ -93,6 +95,29 @@ def test_nothing_is_left_behind_if_containers_cannot_run(
     done = run(project, *profile, **{variable: "1"})
     assert (done.returncode, done.stdout) == (1, "")
     assert sorted(project.rglob("*")) == sorted([*before, project / "calls"])
+
+
+def test_the_password_of_the_database_lies_where_no_other_user_enters(project: Path) -> None:
+    for place in ("deploy/secrets", "mine/deep", "private"):
+        file = project / place / "gradserve_postgres"
+        if place == "private":
+            file.parent.mkdir(mode=0o700)
+        done = run(project, "cluster", **({} if place == "deploy/secrets" else {"GRADSERVE_POSTGRES_FILE": str(file)}))
+        assert (done.returncode, "unexpected" in done.stderr) == (0, False), done.stderr
+        assert "password=" in file.read_text()
+        assert (stat.S_IMODE(file.parent.stat().st_mode), stat.S_IMODE(file.stat().st_mode)) == (0o700, 0o644)
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o711, 0o1777])
+def test_no_password_is_written_where_others_may_enter(project: Path, mode: int) -> None:
+    place = project / "open"
+    place.mkdir()
+    place.chmod(mode)
+    done = run(project, "cluster", GRADSERVE_POSTGRES_FILE=str(place / "gradserve_postgres"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"others may enter {place}," in done.stderr
+    assert not [*place.iterdir()]
+    assert " up " not in (project / "calls").read_text()
 
 
 def only(project: Path, programs: dict[str, str]) -> None:
