@@ -25,7 +25,8 @@ from service.api.dashboard import buffers as buffer_statistics
 from service.api.dashboard import limits, service
 from service.api.dashboard.history import History
 from service.api.dashboard.statistics import BufferStatistics
-from service.api.http.connection import Connection, raise_limit
+from service.api.http.connection import Connection
+from service.api.http.descriptors import raise_limit
 from service.api.operators import catalogue, open_inference, rest, shared_memory
 from service.api.operators.statistics import OperatorStatistics
 from service.api.start_line import start_line
@@ -107,7 +108,7 @@ def server_config(settings: Settings) -> uvicorn.Config:
         create_app(settings) if settings.workers == 1 else "service.api.server:in_worker",
         factory=settings.workers > 1,
         workers=settings.workers,
-        loop="service.api.http.connection:Loop" if settings.socket and settings.tls_certificate else "auto",
+        loop="service.api.http.connection:Loop" if settings.tls_certificate else "auto",
         timeout_graceful_shutdown=settings.drain_timeout,
         timeout_keep_alive=settings.keep_alive,
         timeout_worker_healthcheck=SILENT_SECONDS,
@@ -117,8 +118,8 @@ def server_config(settings: Settings) -> uvicorn.Config:
         log_config=logs.config(settings),
         proxy_headers=False,
         server_header=False,
-        ssl_certfile=settings.tls_certificate,
         headers=[("X-Content-Type-Options", "nosniff")],  # of all answers
+        ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
     )
 

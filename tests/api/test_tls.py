@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+import time
 from pathlib import Path
 
 import httpx
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from service.api.http import connection
+from tests.api.http.test_endings import assert_lives, secure
 from tests.serving import serving
 
 
@@ -27,3 +31,34 @@ def test_tensors_travel_by_https(certificate: tuple[Path, Path]) -> None:
             assert client.get("/v2/health/ready").json() == {"ready": True}
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             httpx.get(url)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01", b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_connection_without_a_handshake_ends_soon(
+    sent: bytes, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside it, a connection that is idle after its handshake stays."""
+    made, key = certificate
+    monkeypatch.setattr(connection, "HANDSHAKE_SECONDS", 0.5)
+    with serving(tls_certificate=made, tls_key=key) as url, secure(url, made) as idle:
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30) as silent:
+            silent.sendall(sent)
+            try:
+                assert b"HTTP" not in silent.recv(1000)
+            except ConnectionResetError:
+                pass
+        time.sleep(0.5)
+        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert_lives(idle)
+
+
+def test_a_handshake_does_not_delay_the_stop(certificate: tuple[Path, Path]) -> None:
+    made, key = certificate
+    with serving(tls_certificate=made, tls_key=key, drain_timeout=20) as url:
+        with secure(url, made):  # so that the server has accepted the next one
+            silent = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30)
+            with secure(url, made):
+                began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert silent.recv(1) == b""
+    silent.close()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import resource
 import sys
-from collections.abc import Collection
-from socket import AF_UNIX, socket
+from collections.abc import Coroutine
+from functools import partial
+from ssl import SSLContext
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,6 +20,7 @@ import uvicorn
 import uvloop
 from starlette.types import Message, Scope
 
+from service.api.http.descriptors import close_longest_idle, max_connections
 from service.api.http.exchange import CLOSES, EXCHANGE, Exchange, head_of
 from service.api.http.framing import ChunkedBody, Head, HeadReader, Incoming, SizedBody, body_of, split
 from service.api.http.wire import ServerState, Wire, widen
@@ -28,17 +29,8 @@ from service.errors import MalformedBody
 MAX_WAITING_BYTES = 1 << 16
 """Bytes that may wait for the application before the connection stops reading. uvicorn has the same limit."""
 
-MAX_DESCRIPTORS = 1 << 16
-"""The server asks the system for no more: 65,536 idle connections take 250 to 500 MB."""
-
-MIN_RESERVE = 64
-"""Descriptors that connections leave free, at least: a process has 20 to 40 files of its own."""
-
-RESERVE_PART = 8
-"""Connections leave an eighth free: of many clients that come at once, the event loop closes none until all are in."""
-
-CLOSED_PART = 16
-"""A sixteenth of the idle connections is closed together, so that the search for the longest idle is rare."""
+HANDSHAKE_SECONDS = 10.0
+"""Seconds for a TLS handshake, which takes two round trips. The connection counts like any other meanwhile."""
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -56,6 +48,8 @@ class Connection(Wire):
         """Take uvicorn's arguments; the application in `config` must have `unreadable` and `stop_waiting`."""
         super().__init__(_loop or asyncio.get_running_loop(), server_state, config.timeout_keep_alive)
         self._app: Any = config.loaded_app
+        self._tls = config.ssl
+        self._shakes_hands = False
         self._incoming = Incoming()
         self._reader: HeadReader | None = None  # while a head is incomplete
         self._url = b""  # the target of the running request
@@ -65,16 +59,43 @@ class Connection(Wire):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         name = transport.get_extra_info("sockname")
-        if isinstance(name, str):
+        is_unix = isinstance(name, str)
+        if is_unix:
             widen(transport)
         self._addresses = {
-            "server": (name, None) if isinstance(name, str) else _address(name),
+            "server": (name, None) if is_unix else _address(name),
             "client": _address(transport.get_extra_info("peername")),
-            "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
+            "scheme": "http" if is_unix or self._tls is None else "https",
         }
         connections = self.server_state.connections
         if len(connections) > max_connections():
             connections.difference_update(close_longest_idle(connections))
+        if not is_unix and self._tls is not None and not self.transport.is_closing():
+            self._begin_handshake(self._tls)
+
+    def _begin_handshake(self, tls: SSLContext) -> None:
+        """Give the transport to TLS at once: bytes of the handshake may be there already."""
+        self._shakes_hands = True
+        self.transport.set_write_buffer_limits()  # the usual ones; those of a `Wire` are for the transport of TLS
+        handshake = self.loop.start_tls(
+            self.transport, self, tls, server_side=True, ssl_handshake_timeout=HANDSHAKE_SECONDS
+        )
+        handshake.send(None).add_done_callback(partial(self._end_handshake, handshake))
+
+    def _end_handshake(self, handshake: Coroutine[Any, Any, asyncio.Transport | None], _: object) -> None:
+        transport = None
+        try:
+            handshake.send(None)
+        except StopIteration as done:
+            transport = done.value
+        except OSError as error:  # the client speaks no TLS, or not this one
+            logger.debug("No TLS handshake: %s", error)
+        self._shakes_hands = False
+        if transport is None or transport.is_closing():
+            self.connection_lost(None)
+            return
+        transport.set_write_buffer_limits(1)
+        self.transport, self.due = transport, self.loop.time() + self.idle_seconds
 
     def data_received(self, data: bytes) -> None:
         self._incoming.add(data)
@@ -97,6 +118,13 @@ class Connection(Wire):
         if self._exchange is not None:
             self._exchange.lose()
         self._exchange = self._reader = None  # breaks a reference cycle
+
+    def end(self, *, at_once: bool = False) -> None:
+        """End as every `Wire` does; before the end of a TLS handshake, at once."""
+        if self._shakes_hands:
+            self.transport.abort()
+        else:
+            super().end(at_once=at_once)
 
     def shutdown(self) -> None:
         """Take no more requests: the server stops. Answer now what waits for an epoch."""
@@ -233,45 +261,9 @@ def _address(name: Any) -> tuple[str, int] | None:
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
 
 
-def raise_limit() -> None:
-    """Let this process, and those that it starts, open as many files as its hard limit allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    while soft != resource.RLIM_INFINITY and wanted > soft:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            return
-        except (ValueError, OSError):  # macOS has a lower limit besides
-            wanted //= 2
-
-
-def max_connections() -> float:
-    """Return how many connections leave the reserve free."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return math.inf
-    return limit - min(max(MIN_RESERVE, limit // RESERVE_PART), limit // 2)
-
-
-def close_longest_idle(connections: Collection[Wire]) -> list[Wire]:
-    """Abort the connections that have been idle longest, and return them.
-
-    Those that never sent a request come first. The newest of them come last: they have had no time for it.
-    """
-    idle = sorted((one for one in connections if one.due < math.inf), key=lambda one: one.due)
-    count = max(1, len(idle) // CLOSED_PART)
-    silent, asked = [one for one in idle if not one.has_asked], [one for one in idle if one.has_asked]
-    closed = [*silent[:-count], *asked, *silent[-count:]][:count]
-    for one in closed:
-        one.transport.abort()
-    return closed
-
-
 class Loop(uvloop.Loop):
-    """An event loop that uses TLS on TCP only. uvicorn has one TLS context for all sockets."""
+    """An event loop that leaves TLS to the connections: `Connection` counts them from the moment they are accepted."""
 
-    async def create_server(self, *given: Any, sock: socket | None = None, ssl: Any = None, **more: Any) -> Any:
-        """Listen as asyncio's loops do, but on a UNIX socket without TLS."""
-        if sock is not None and sock.family == AF_UNIX:
-            ssl = None
-        return await super().create_server(*given, sock=sock, ssl=ssl, **more)
+    async def create_server(self, *given: Any, ssl: Any = None, **more: Any) -> Any:
+        """Listen as asyncio's loops do, but without TLS."""
+        return await super().create_server(*given, **more)

@@ -8,7 +8,6 @@ often loses the answer on its way.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 from collections.abc import Callable
@@ -94,7 +93,7 @@ class Wire(asyncio.Protocol):
     def __init__(self, loop: asyncio.AbstractEventLoop, server_state: ServerState, idle_seconds: float) -> None:
         self.loop, self.server_state, self.idle_seconds = loop, server_state, idle_seconds
         self.due = loop.time() + idle_seconds
-        """The loop's time when the connection closes unless a whole head has come."""
+        """The loop's time when the connection closes unless a whole head has come; infinite while a request runs."""
         self.is_paused = self.is_ending = False
         self.has_asked = False
         """Whether the head of a request has come."""
@@ -155,7 +154,7 @@ class Wire(asyncio.Protocol):
         """
         if self.is_ending or self.transport.is_closing():
             return
-        self.is_ending, self.due = True, math.inf
+        self.is_ending, self.due = True, self.loop.time() + Ending.max_seconds
         self.give_way_to(Ending(self))
         if at_once or self.client_ended or not self.transport.can_write_eof():
             self.transport.close()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import errno
 import resource
+import ssl
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from service.api.http.connection import max_connections, raise_limit
+from service.api.http.descriptors import max_connections, raise_limit
 from service.api.telemetry.metrics import Metrics
 from tests.api.http.test_connection import LIVE, POLL
+from tests.api.http.test_endings import assert_lives, secure
 from tests.api.test_body import Connection
 from tests.faults.servers import Server
 from tests.serving import assert_problem, in_flight, serving, wait_until
@@ -34,6 +36,13 @@ class Limited(Server):
         self._command = ["bash", "-c", f'ulimit -Sn {SOFT}; ulimit -Hn {HARD}; exec "$@"', "bash", *self._command]
 
 
+class Secure(Limited):
+    """The same with HTTPS."""
+
+    def is_ready(self) -> bool:
+        return "page at /" in self.log.read_text()
+
+
 @pytest.fixture(scope="module", params=[1, 2])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Limited(tmp_path_factory.mktemp("limited") / "store", workers=request.param) as server:
@@ -47,10 +56,10 @@ def clients(url: str, count: int) -> Iterator[list[Connection]]:
         yield [stack.enter_context(Connection(url)) for _ in range(count)]
 
 
-def assert_serves(url: str) -> None:
+def assert_serves(url: str, verify: ssl.SSLContext | bool = True) -> None:
     for _ in range(10):
         for path in PROBES:
-            assert httpx.get(url + path, timeout=60).status_code == 200
+            assert httpx.get(url + path, timeout=60, verify=verify).status_code == 200
 
 
 def is_open(connection: Connection) -> bool:
@@ -101,6 +110,37 @@ def test_idle_connections_that_have_asked_keep_nobody_out(server: Server) -> Non
         assert_serves(server.url)
         assert is_open(waiting)
     assert_serves(server.url)
+
+
+def test_connections_that_end_keep_nobody_out(server: Server) -> None:
+    """A client that has its last answer may stay for seconds."""
+    with ExitStack() as stack:
+        for _ in range(2 * HARD):
+            connection = stack.enter_context(Connection(server.url))
+            connection.socket.settimeout(2)
+            connection.send(b"nonsense\r\n\r\n")
+            assert connection.answer().status == 400
+        assert_serves(server.url)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01", LIVE])
+def test_connections_without_a_handshake_keep_nobody_out(
+    sent: bytes, certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """With TLS, connections count from the moment they are accepted."""
+    made, key = certificate
+    trust = ssl.create_default_context(cafile=str(made))
+    with (
+        Secure(tmp_path / "store", tls_certificate=made, tls_key=key) as server,
+        secure(server.url, made) as asked,
+        clients(server.url, 4 * HARD) as silent,
+    ):
+        for connection in silent:
+            with suppress(ConnectionError):
+                connection.send(sent)
+        assert_serves(server.url.replace("http:", "https:"), trust)
+        asked.sendall(LIVE)
+        assert_lives(asked)
 
 
 @pytest.mark.parametrize(("path", "name"), [(PROBES[1], "check_workers"), (PROBES[2], "text")])
