@@ -72,7 +72,7 @@ class Bodies:
 
 def head(path: str, body: bytes, key: str | None = None, *, expect: bool = False) -> bytes:
     """Return the head of a POST; with `expect`, the head asks for 100 Continue."""
-    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Type: {MEDIA_TYPE}", f"Content-Length: {len(body)}"]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Type: {MEDIA_TYPE}", f"Content-Length: {len(body)}"]
     if expect:
         lines.append("Expect: 100-continue")
     if key is not None:

@@ -52,7 +52,7 @@ class Unauthorized(GradserveError, status=401, code="unauthorized"):
 
 
 class Forbidden(GradserveError, status=403, code="forbidden"):
-    """Missing scope or cross-site request."""
+    """Missing scope, cross-site, or unknown Host."""
 
 
 class NotFound(GradserveError, status=404, code="not_found"):

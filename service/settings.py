@@ -49,6 +49,12 @@ class Settings(BaseSettings):
         description="Who may read /metrics without an admin key, if keys are set: loopback (this machine), always"
         " (everyone) or never.",
     )
+    host_names: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9.*_ ,-]*$",
+        description="Names, with commas between, for which a server without API keys answers; * is any text. localhost,"
+        " addresses and GRADSERVE_HOST need no entry.",
+    )
     tls_certificate: Path | None = Field(None, description="PEM file of the TLS certificate. If set, HTTPS is served.")
     tls_key: Path | None = Field(None, description="PEM file of the certificate's private key, not encrypted.")
     workers: int = Field(1, ge=1, le=256, description="Processes that share the port.")

@@ -14,6 +14,9 @@ import uvicorn
 from service.api.server import listening, server_config
 from service.settings import Settings
 
+HOSTS = "a,here,test,x"
+"""The names of servers in the heads that tests send. `tests/api/http/test_hosts.py` is about other names."""
+
 
 @contextmanager
 def serving(**settings: Any) -> Iterator[str]:
@@ -21,7 +24,7 @@ def serving(**settings: Any) -> Iterator[str]:
 
     With `socket` it listens on this UNIX socket, too. By default this process keeps little of the memory that it frees.
     """
-    given = Settings(**{"port": 0, "store": "memory:", "reuse_bytes": 32 << 20, **settings})
+    given = Settings(**{"port": 0, "store": "memory:", "reuse_bytes": 32 << 20, "host_names": HOSTS, **settings})
     config = server_config(given)
     server = uvicorn.Server(config)
     with listening(given) as sockets:

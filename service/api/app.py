@@ -21,7 +21,7 @@ from service.api import openapi
 from service.api.dashboard.history import History
 from service.api.http.admission import SMALL_BYTES, Admission
 from service.api.http.answer import Answer
-from service.api.http.auth import authorize
+from service.api.http.auth import authorize, known_hosts
 from service.api.http.call import Call, Services
 from service.api.http.negotiation import PATCH_TYPES
 from service.api.http.problems import CLIENT_GONE, answer_bug, answer_error
@@ -68,6 +68,7 @@ class Application(FastAPI):
         self.metrics, self.history, self.observers, self.store_log = metrics, history, observers, StoreLog()
         self.table = Table(routers)
         self._keys = keys = None if settings.keys is None else KeyFile(settings.keys)
+        self._hosts = known_hosts(settings)
         admission = Admission(
             settings.max_bytes_in_flight,
             settings.max_waiting,
@@ -142,7 +143,7 @@ class Application(FastAPI):
         if b"request-timeout" in call.headers:
             call.patience_seconds  # noqa: B018 - raises for an invalid value, even if nothing waits
         access = UNKNOWN if endpoint is None else endpoint.access
-        call.caller = authorize(call, access, self._keys, settings.metrics_open)
+        call.caller = authorize(call, access, self._keys, self._hosts)
         call.reservation.namespace = call.caller.namespace
         if call.method not in ("GET", "HEAD") and b"content-length" in call.headers:  # nobody reads the body of a GET
             size = int(call.headers[b"content-length"])  # the HTTP parser accepts only a number

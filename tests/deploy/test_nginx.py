@@ -21,7 +21,7 @@ from service.keys import add
 from tests.api.test_body import Connection
 from tests.integration.conftest import free_port
 from tests.integration.stack import ROOT
-from tests.serving import serving, wait_until
+from tests.serving import assert_problem, serving, wait_until
 
 NGINX = shutil.which("nginx", path=os.environ["PATH"] + ":/usr/sbin")
 HAPROXY = shutil.which("haproxy", path=os.environ["PATH"] + ":/usr/sbin")
@@ -82,7 +82,7 @@ def listens(port: int) -> bool:
 @pytest.fixture
 def deployed(folder: Path) -> Iterator[str]:
     """Yield the URL of nginx with deploy/nginx.conf, before a server without keys."""
-    with serving() as url:
+    with serving(host_names="gpu-box") as url:
         (folder / "service.conf").write_text(f"server {url.removeprefix('http://')} max_fails=0;\n")
         text = (ROOT / "deploy/nginx.conf").read_text()
         with nginx(folder, text.replace("/tmp/", f"{folder}/").replace("/etc/nginx/", f"{folder}/")) as proxy:

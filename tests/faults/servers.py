@@ -21,6 +21,7 @@ from safetensors.numpy import load, save
 
 from service.codecs import safetensors
 from service.dtypes import Array
+from tests.serving import HOSTS
 from tests.zygote import ROOT, Forked
 
 LONG = os.environ.get("GRADSERVE_FAULTS") == "long"
@@ -52,7 +53,7 @@ class Server:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log or store.with_name(f"{store.name}.log")
-        given = {"store": f"lmdb:{store}", "workers": workers, "port": self.port, **settings}
+        given = {"store": f"lmdb:{store}", "workers": workers, "port": self.port, "host_names": HOSTS, **settings}
         self._module, self._command = module, None if fork else [sys.executable, "-m", module, "serve"]
         self._environment = {
             **os.environ,

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 
 from service.api.http.call import ANYONE, Call, Caller, unix_path
 from service.api.http.routing import Access
 from service.errors import Forbidden, Unauthorized, shown
 from service.host.unix_socket import is_private
 from service.keys import SCOPES, KeyFile
+from service.settings import Settings
 
 _FORWARDING_HEADERS = (b"x-forwarded-for", b"x-real-ip", b"forwarded")
 
 
-def authorize(call: Call, access: Access, keys: KeyFile | None, metrics_open: str) -> Caller:
-    """Return the caller if it may send this request. Raises `Unauthorized` and `Forbidden`."""
-    if keys is None:
-        if call.method not in ("GET", "HEAD", "OPTIONS"):
-            _refuse_other_sites(call)
+def known_hosts(settings: Settings) -> re.Pattern[bytes]:
+    """Return what Host must be on a server without API keys: empty, localhost, an address, or a name of the settings.
+
+    A browser sends the name in the URL of the page. The owner of any other name may let it lead here.
+    """
+    names = ["localhost", "*.localhost", settings.host, *settings.host_names.split(",")]
+    known = "|".join(re.escape(name.strip()).replace(r"\*", ".*") for name in names)
+    return re.compile(rf"(\[.*\]|[0-9.]+|{known}|)\.?(:[0-9]*)?".encode(), re.IGNORECASE)
+
+
+def authorize(call: Call, access: Access, keys: KeyFile | None, hosts: re.Pattern[bytes]) -> Caller:
+    """Return the caller if it may send this request. Without keys, Host must match `hosts`.
+
+    Raises `Unauthorized` and `Forbidden`.
+    """
+    if access.open or call.method == "OPTIONS":
         return ANYONE
-    if access.open or call.method == "OPTIONS" or (access.label == "metrics" and _metrics_are_open(call, metrics_open)):
+    if keys is None:
+        _refuse_other_hosts(call, hosts)
+        _refuse_other_sites(call)
+        return ANYONE
+    if access.label == "metrics" and _metrics_are_open(call):
         return ANYONE
     lines = call.lines(b"authorization")
     if not lines:
@@ -34,6 +51,19 @@ def authorize(call: Call, access: Access, keys: KeyFile | None, metrics_open: st
     for scope in access.scopes:
         caller.require(scope)
     return caller
+
+
+def _refuse_other_hosts(call: Call, hosts: re.Pattern[bytes]) -> None:
+    """Raise `Forbidden` for an unknown Host: without API keys, a page of that name could read and change buffers.
+
+    No browser opens a UNIX socket, but a proxy does.
+    """
+    host = call.headers.get(b"host", b"")
+    if not hosts.fullmatch(host) and (unix_path(call.scope) is None or _is_forwarded(call)):
+        raise Forbidden(
+            f"Host is {shown(host.decode('latin-1'))}, but without API keys the server answers only for localhost,"
+            " addresses, GRADSERVE_HOST and the names in GRADSERVE_HOST_NAMES"
+        )
 
 
 def _refuse_other_sites(call: Call) -> None:
@@ -54,8 +84,14 @@ def _refuse_other_sites(call: Call) -> None:
     )
 
 
-def _metrics_are_open(call: Call, metrics_open: str) -> bool:
+def _metrics_are_open(call: Call) -> bool:
+    metrics_open = call.settings.metrics_open
     return metrics_open == "always" or (metrics_open == "loopback" and _is_near(call))
+
+
+def _is_forwarded(call: Call) -> bool:
+    """Return whether the request came through a proxy that says so."""
+    return any(header in call.headers for header in _FORWARDING_HEADERS)
 
 
 def _is_near(call: Call) -> bool:
@@ -63,7 +99,7 @@ def _is_near(call: Call) -> bool:
 
     A UNIX socket is as near as loopback if only its owner can open it.
     """
-    if any(header in call.headers for header in _FORWARDING_HEADERS):
+    if _is_forwarded(call):
         return False
     if unix_path(call.scope) is not None:
         return is_private(call.settings.socket_mode)
