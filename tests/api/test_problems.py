@@ -216,6 +216,7 @@ def test_every_error_code_has_a_test() -> None:
     tested = {
         "test_health.py": "not_ready internal",
         "test_body.py": "request_timeout",
+        "http/test_heads.py": "head_too_large",
         "test_buffers.py": "unknown_buffer buffer_exists precondition_failed store_full store_failed",
         "test_buffers_epochs.py": "stale_epoch epoch_open epoch_gone too_few_gradients invalid_request",
         "test_buffers_rules.py": "duplicate_contributor",
