@@ -98,7 +98,9 @@ class Settings(BaseSettings):
     max_inflated_bytes: PositiveInt = Field(
         256 << 20, description="Bytes of the largest compressed request body, once it is decompressed."
     )
-    max_tensors: PositiveInt = Field(1 << 14, description="Tensors in one request, at most.")
+    max_tensors: PositiveInt = Field(
+        1 << 14, description="Tensors in a request or a push, and buffers that it changes, at most."
+    )
     max_dimensions: int = Field(64, ge=1, le=64, description="Dimensions of a tensor or new buffer, at most.")
     max_name_length: int = Field(200, ge=1, le=200, description="Characters in a new buffer's name, at most.")
     max_buffers: PositiveInt = Field(100_000, description="Buffers in one namespace, at most.")

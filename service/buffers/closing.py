@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from service.buffers.epochs import MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS, Closed, ClosedBy
+from service.buffers.epochs import (
+    MAX_CONTRIBUTORS,
+    MAX_CONTRIBUTORS_BYTES,
+    MAX_KEPT_CONTRIBUTORS,
+    MAX_KEPT_CONTRIBUTORS_BYTES,
+    Closed,
+    ClosedBy,
+    names_bytes,
+)
 from service.buffers.record import Record
 from service.buffers.transaction import Transaction
 from service.errors import DuplicateContributor, InvalidParameter, shown
@@ -11,6 +19,11 @@ from service.errors import DuplicateContributor, InvalidParameter, shown
 def most_contributors(keep: int) -> int:
     """Return how many contributors an epoch may have, if the buffer keeps this many closed epochs."""
     return min(MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS // keep)
+
+
+def most_bytes(keep: int) -> int:
+    """Return how many bytes their names may have."""
+    return min(MAX_CONTRIBUTORS_BYTES, MAX_KEPT_CONTRIBUTORS_BYTES // keep)
 
 
 def check_may_add(record: Record, name: str) -> None:
@@ -27,6 +40,13 @@ def check_may_add(record: Record, name: str) -> None:
         problem = (
             f"contributor is {shown(name)}, but epoch {record.epoch} of {record.name!r} has {others} contributors,"
             " the limit"
+        )
+        raise InvalidParameter(problem, parameter="contributor", buffer=record.name, epoch=record.epoch, limit=most)
+    size, most = names_bytes([*record.contributors_in, name]), most_bytes(record.spec.keep)
+    if not adds and size > most:
+        problem = (
+            f"contributor is {shown(name)}, but with it the names of the {others + 1} contributors to epoch"
+            f" {record.epoch} of {record.name!r} have {size} bytes; the limit is {most} if keep is {record.spec.keep}"
         )
         raise InvalidParameter(problem, parameter="contributor", buffer=record.name, epoch=record.epoch, limit=most)
 

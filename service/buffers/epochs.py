@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -25,6 +25,12 @@ MAX_CONTRIBUTORS = 1000
 
 MAX_KEPT_CONTRIBUTORS = 20_000
 """Contributors to all epochs that a buffer keeps: about 200 KB of short names, which every change writes."""
+
+MAX_CONTRIBUTORS_BYTES = 1 << 14
+"""Bytes of the names of contributors that a buffer expects, or that an epoch has: 16 for each of a thousand."""
+
+MAX_KEPT_CONTRIBUTORS_BYTES = 1 << 18
+"""Bytes of these names in all epochs that a buffer keeps."""
 
 MAX_CONTRIBUTOR_CHARACTERS = 100
 """Characters of a contributor's name: a host, a rank and the name of a run."""
@@ -55,6 +61,11 @@ class Closed:
 def is_contributor(name: object) -> bool:
     """Return whether a contributor may have this name."""
     return isinstance(name, str) and 0 < len(name) <= MAX_CONTRIBUTOR_CHARACTERS and name.isprintable()
+
+
+def names_bytes(names: Iterable[str]) -> int:
+    """Return how many bytes of UTF-8 these names of contributors have together."""
+    return len("".join(names).encode())
 
 
 def check_contributor(name: str, parameter: str = "contributor") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -30,6 +31,7 @@ from service.buffers.store import (
     after_commit,
     alive,
     listed,
+    page,
     settle,
     snapshots,
     uncounted,
@@ -104,13 +106,20 @@ class MemoryStore(Store):
             return {name: records[name] for name in names if name in records and records[name].lives(now)}
 
     def records(
-        self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
+        self, prefix: str = "", after: str = "", limit: int | None = None, most_bytes: int = sys.maxsize
     ) -> list[Record]:
         with self._lock:
             self._expire(now := self._clock())
             own = (each for each in self._state.records.values() if each.full_name.namespace == self.namespace)
             listed = [each for each in own if each.name.startswith(prefix) and each.name > after and each.lives(now)]
-            return sorted(listed, key=lambda record: record.name)[:limit]
+            return page(sorted(listed, key=lambda record: record.name), limit, most_bytes)
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        return [record.name for record in self.records(prefix, limit=limit)]
+
+    def record_bytes(self, names: Sequence[str]) -> int:
+        found = self.look([BufferName(self.namespace, name) for name in names])
+        return sum(record.packed_bytes for record in found.values())
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
         with self._lock:

@@ -12,6 +12,7 @@ import numpy as np
 from service.buffers.gradients import Gradient, add_whole, copied, stored_bytes
 from service.buffers.memory_state import State, room_of
 from service.buffers.names import BufferName
+from service.buffers.packed import pack_record
 from service.buffers.pushes import Place, Push, PushName
 from service.buffers.record import Key, Known, Record, Spec, too_many
 from service.buffers.room import check_keys, check_staged
@@ -75,7 +76,7 @@ class MemoryTransaction:
         self._counted[name.namespace] += 1
 
     def put(self, record: Record) -> None:
-        self._records[record.full_name] = record
+        self._records[record.full_name] = record.changed(packed_bytes=len(pack_record(record)))
 
     def remove(self, record: Record) -> None:
         self._counted[record.full_name.namespace] -= 1

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -34,6 +35,9 @@ _STATE = ("updated", "closed", "epoch", "version", "count", "weight")
 
 _SHAPES = [_STATE, (*_STATE, "closed_by", "contributors")]
 """The members of receipts that are stored as a number: those of a receipt, and those of a closed epoch."""
+
+MOST_SPECS = 128
+"""Different specifications that are remembered: at their limits, each takes 0.1 MB."""
 
 _COMPRESSED_FROM = 256
 """Bytes of receipts that are compressed: to compress fewer takes longer than to store them."""
@@ -79,13 +83,20 @@ def pack_record(record: Record) -> bytes:
 def unpack_record(name: BufferName, packed: bytes | memoryview) -> Record:
     """Return the record of this name. Raises `BufferCorrupt` for what no version has packed."""
     try:
-        spec_members, *state = orjson.loads(packed)
-        spec = spec_of(spec_members)
-        closed = tuple(_unpack_closed(spec, each) for each in state[8])
-        return Record(name, spec, *[*state[:8], closed, *state[9:]])
+        members, *state = orjson.loads(packed)
+        spec = _shared_spec(orjson.dumps(members))
+        state[8] = tuple([_unpack_closed(spec, each) for each in state[8]])
+        began, contributors = state[9:] or (None, {})
+        return Record(name, spec, *[*state[:9], began, contributors, len(packed)])
     except (LookupError, TypeError, ValueError):
         problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
         raise BufferCorrupt(problem, buffer=str(name)) from None
+
+
+@lru_cache(MOST_SPECS)
+def _shared_spec(text: bytes) -> Spec:
+    """Return the specification of this text: one for all buffers that have it."""
+    return spec_of(orjson.loads(text))
 
 
 def _pack_closed(spec: Spec, closed: Closed) -> Sequence[Any]:

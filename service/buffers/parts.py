@@ -7,7 +7,7 @@ from copy import copy
 
 from service.buffers.changes import Add, Change
 from service.buffers.names import BufferName
-from service.buffers.perform import Outcome, Request, alive, check_same_buffer, perform
+from service.buffers.perform import Outcome, Request, alive, check_records, check_same_buffer, perform
 from service.buffers.pushes import Part, Push, StagedPart
 from service.buffers.record import Known, Record, name_buffer
 from service.buffers.staging import (
@@ -74,6 +74,7 @@ def _make_part(txn: Transaction, part: Part, changes: Sequence[Change], now: flo
     push = push or Push.of(part, now)
     try:
         push.check_same(part)
+        push.check_count(part, len(changes))
         adds = _admitted(txn, part, changes, now)
         norms = check_part(adds)
         push = push.with_part(part.number, StagedPart(part.mark, {}, norms))
@@ -127,7 +128,7 @@ def _complete(txn: Transaction, part: Part, push: Push, now: float) -> Outcome:
     """Add all gradients of the push, or none."""
     txn.admit_key(part.key)
     records: dict[str, Record] = {}
-    adds = []
+    adds, nbytes = [], 0
     try:
         for _, buffer, staged in push.gradients:
             name = BufferName(part.caller, buffer)
@@ -141,6 +142,7 @@ def _complete(txn: Transaction, part: Part, push: Push, now: float) -> Outcome:
                 name_buffer(error, buffer, one_of_many=True)
                 raise
             assert record is not None
+            check_records(nbytes := nbytes + record.packed_bytes)
             records[buffer] = record
             adds.append((name, add, record))
         check_complete(txn, push, records)

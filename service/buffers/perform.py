@@ -13,7 +13,16 @@ from service.buffers.pushes import Part
 from service.buffers.record import Key, Known, Receipt, Record, name_buffer, unknown_prefix
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
-from service.errors import BufferCorrupt, BufferExists, EpochGone, GradserveError, Invalid, KeyReused, shown
+from service.errors import (
+    BufferCorrupt,
+    BufferExists,
+    EpochGone,
+    GradserveError,
+    Invalid,
+    KeyReused,
+    TooManyTensors,
+    shown,
+)
 
 
 class Wide(NamedTuple):
@@ -23,6 +32,20 @@ class Wide(NamedTuple):
     change: Callable[[str], Change]
     may_fit_none: bool = False
     """Whether a prefix that fits no buffer changes nothing; else it raises `UnknownBuffer`."""
+
+
+MAX_CHANGED_BYTES = 1 << 24
+"""Bytes of the records of all buffers that a request changes, a third of a second of work: others wait for it."""
+
+
+def check_records(nbytes: int) -> None:
+    """Raise `TooManyTensors` if the records of the buffers of one request take this many bytes."""
+    if nbytes > MAX_CHANGED_BYTES:
+        raise TooManyTensors(
+            f"The buffers of the request have records of {nbytes} bytes or more, with their contributors and closed"
+            f" epochs; a request may change {MAX_CHANGED_BYTES}: send it in parts, for fewer buffers each",
+            limit=MAX_CHANGED_BYTES,
+        )
 
 
 @dataclass(frozen=True)
@@ -72,9 +95,9 @@ def resolved(txn: Transaction, request: Request, namespace: str) -> Request:
 def perform(txn: Transaction, request: Request, namespace: str, now: float) -> Outcome:
     """Make the changes of a `resolved` request in the namespace, or return the original outcome of its key.
 
-    Raises what `Change.admit` raises, `KeyReused`, `KeysFull`, and `EpochGone` if a value of the original outcome is
-    gone. A `BufferExists` names all buffers that exist but should not. After `NonfiniteGradient`, `BufferCorrupt`,
-    `TooManyBuffers` and `StoreFull` the store must undo changes.
+    Raises what `Change.admit` raises, `TooManyTensors`, `KeyReused`, `KeysFull`, and `EpochGone` if a value of the
+    original outcome is gone. A `BufferExists` names all buffers that exist but should not. After `NonfiniteGradient`,
+    `BufferCorrupt`, `TooManyBuffers` and `StoreFull` the store must undo changes.
     """
     key, names = request.key, [BufferName(namespace, change.name) for change in request.changes]
     if key is not None and (known := txn.recall(key, [change.name for change in request.changes])) is not None:
@@ -98,12 +121,15 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
     if len(set(names)) < len(names):
         raise Invalid("A request may change each buffer once")
     many = len(names) > 1
-    admitted, existing = [], list[BufferExists]()
+    admitted, existing, nbytes = [], list[BufferExists](), 0
     for name, change in zip(names, request.changes, strict=True):
         try:
             record = alive(txn, name, now)
             if record is None and request.wide is not None:
                 continue  # it has expired
+            nbytes += 0 if record is None else record.packed_bytes
+            if many:
+                check_records(nbytes)
             change.admit(record)
         except BufferCorrupt:
             if existing:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from service.buffers.record import Key
-from service.errors import GradserveError, InvalidParameter, KeyReused, shown, tree
+from service.errors import GradserveError, InvalidParameter, KeyReused, TooManyTensors, shown, tree
 
 MAX_PARTS = 1000
 """Parts of a push: 64 GB in the largest requests that a server takes by default."""
@@ -40,6 +40,8 @@ class Part(NamedTuple):
     weight: float = 1.0
     epoch: int | None = None
     contributor: str | None = None
+    most: int = 1 << 14
+    """How many gradients the push may have: it changes all their buffers at once."""
 
     @property
     def name(self) -> PushName:
@@ -113,6 +115,13 @@ class Push:
             if first != now:
                 problem = f"{name} is {shown(now)} in part {part.number}, but {shown(first)} in the push's first part"
                 raise InvalidParameter(problem, parameter=name)
+
+    def check_count(self, part: Part, count: int) -> None:
+        """Raise `TooManyTensors` if the push may not have this part with its `count` gradients."""
+        count += sum(len(each.gradients) for each in self.staged.values())
+        if count > part.most:
+            problem = f"With part {part.number} the push has {count} gradients; the limit is {part.most}"
+            raise TooManyTensors(f"{problem} (GRADSERVE_MAX_TENSORS)", limit=part.most)
 
     def with_part(self, number: int, part: StagedPart) -> Push:
         return replace(self, staged={**self.staged, number: part})

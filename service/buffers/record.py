@@ -50,6 +50,8 @@ class Record:
     closed: tuple[Closed, ...] = ()
     began: float | None = None
     contributors_in: Mapping[str, int] = field(default_factory=dict)
+    packed_bytes: int = field(default=0, compare=False)
+    """Bytes of the record in the store when it was read last."""
 
     def changed(self, **changes: Any) -> Record:
         """Return a copy with other values in some fields, in a fifth of the time of `dataclasses.replace`."""
@@ -126,7 +128,7 @@ class Record:
         return [value for value in (self.value, *(epoch.value for epoch in self.closed)) if value is not None]
 
     def lives(self, now: float) -> bool:
-        return self.expires is None or now < self.expires
+        return self.spec.ttl_seconds is None or now < (self.expires or math.inf)
 
     def closed_epoch(self, epoch: int) -> Closed:
         """Return the closed epoch. Raises `EpochOpen` if it has not closed, and `EpochGone` if it is no longer kept."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from service.buffers.changes import Change
-from service.buffers.closing import close, most_contributors
-from service.buffers.epochs import check_contributor
+from service.buffers.closing import close, most_bytes, most_contributors
+from service.buffers.epochs import check_contributor, names_bytes
 from service.buffers.names import BufferName
-from service.buffers.packed import spec_of
+from service.buffers.packed import MOST_SPECS, spec_of
 from service.buffers.record import Receipt, Record, Spec
 from service.buffers.specs import contradiction
 from service.buffers.transaction import Transaction
@@ -45,6 +46,23 @@ def check_rules(spec: Spec) -> None:
         raise InvalidParameter(problem, parameter="contributors", limit=most)
 
 
+def check_names(spec: Spec) -> None:
+    """Raise `InvalidParameter` if the names of the expected contributors are too long together.
+
+    A buffer of an older version may have such names.
+    """
+    size, most = names_bytes(spec.contributors or ()), most_bytes(spec.keep)
+    if size > most:
+        problem = f"contributors has {size} bytes of names, but a buffer may expect {most} if keep is {spec.keep}"
+        raise InvalidParameter(problem, parameter="contributors", limit=most)
+
+
+@lru_cache(MOST_SPECS)
+def _replaced(spec: Spec, rules: tuple[tuple[str, Any], ...]) -> Spec:
+    """Return the specification with these rules: one for all buffers that have had the other."""
+    return replace(spec, **dict(rules))
+
+
 @dataclass(kw_only=True)
 class SetRules(Change):
     """Replace some rules of the buffer. A rule that the running epoch fulfils already closes it.
@@ -61,13 +79,15 @@ class SetRules(Change):
     def admit(self, record: Record | None) -> None:
         super().admit(record)
         assert record is not None
-        spec = replace(record.spec, **self.rules)
+        spec = _replaced(record.spec, (*self.rules.items(),))
         check_rules(spec)
+        if "contributors" in self.rules:
+            check_names(spec)
         if (refusal := contradiction(spec)) is not None and contradiction(record.spec) is None:
             raise refusal
 
     def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
-        spec, closed = replace(record.spec, **self.rules), None
+        spec, closed = _replaced(record.spec, (*self.rules.items(),)), None
         is_new = spec != record.spec
         if is_new:
             has_deadline = spec.deadline_seconds is not None and record.count > 0

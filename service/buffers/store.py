@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -118,12 +119,19 @@ class Store(Protocol):
         """Return the buffers of these namespaces and names, as of one moment. Leave out those that cannot be read."""
 
     def records(
-        self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
+        self, prefix: str = "", after: str = "", limit: int | None = None, most_bytes: int = sys.maxsize
     ) -> list[Record]:
         """Return the buffers behind the name `after` in the order of their names, as of one moment.
 
-        Leave out damaged buffers, or, if `strict`, raise `BufferCorrupt`.
+        There are at most `limit`. The last may be the first whose record makes all take more than `most_bytes`. Damaged
+        buffers are left out.
         """
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        """Return the names of the first buffers with the prefix, as of one moment, those of damaged buffers, too."""
+
+    def record_bytes(self, names: Sequence[str]) -> int:
+        """Return how many bytes the records of these buffers take in the store. To load them takes more memory."""
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
         """Return the buffers with their values, as of one moment, or as of the end of `epoch`.
@@ -172,6 +180,17 @@ def listed(pushes: Mapping[str, Push], prefix: str, limit: int | None) -> list[t
     found = sorted(pushes.items(), key=lambda each: (each[1].began, each[0]))
     fits = (each for each in found if not prefix or any(name.startswith(prefix) for _, name, _ in each[1].gradients))
     return [*islice(fits, limit)]
+
+
+def page(records: Iterable[Record], limit: int | None, most_bytes: int) -> list[Record]:
+    """Return the first of these records, as many as `Store.records` does."""
+    found, size = list[Record](), 0
+    for record in islice(records, limit):
+        found.append(record)
+        size += record.packed_bytes
+        if size > most_bytes:
+            break
+    return found
 
 
 def alive(record: Record | None, name: str, now: float) -> Record:

@@ -68,6 +68,7 @@ def send_part(
     weight: float = 1.0,
     epoch: int | None = None,
     contributor: str | None = None,
+    most: int = 1 << 14,
     request: str = "",
 ) -> Future[Outcome]:
     """Send a part of a push. By default its request has the same bytes whenever it has the same gradients."""
@@ -75,7 +76,7 @@ def send_part(
         [(name, getattr(each, "tolist", lambda each=each: each)()) for name, each in gradients.items()]
     )
     mark = f"{hash(text):+x}".encode().ljust(16)[:16]
-    place = Part(push, number, parts, store.namespace, mark, PUSH_SECONDS, weight, epoch, contributor)
+    place = Part(push, number, parts, store.namespace, mark, PUSH_SECONDS, weight, epoch, contributor, most)
     more: dict[str, Any] = {"weight": weight, "epoch": epoch, "contributor": contributor}
     numbers = {
         name: each if isinstance(each, Rows | np.ndarray) else np.asarray(each, np.float32)

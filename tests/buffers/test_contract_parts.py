@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.buffers import perform
 from service.buffers.changes import Add, Delete
 from service.buffers.gradients import Rows
 from service.buffers.parts import Forget
@@ -27,6 +28,7 @@ from service.errors import (
     PushesFull,
     ShapeMismatch,
     StaleEpoch,
+    TooManyTensors,
     UnknownBuffer,
 )
 from tests.buffers.calls import LARGE, PUSH_SECONDS, add, create, do, ones, part, state, told, value
@@ -166,6 +168,26 @@ def test_a_buffer_may_be_in_one_part(namespace: Store) -> None:
     create(namespace, "a")
     part(namespace, 1, {"a": 1})
     assert "1 and 2" in refused(Invalid, namespace, 2, {"a": 1}).detail
+
+
+def test_a_push_has_a_bounded_number_of_gradients(namespace: Store) -> None:
+    create(namespace, "a", "b", "c", "d")
+    part(namespace, 1, {"a": 1, "b": 1}, parts=3, most=3)
+    part(namespace, 2, {"c": 1}, parts=3, most=3)
+    error = refused(TooManyTensors, namespace, 3, {"d": 1}, parts=3, most=3)
+    assert error.context["limit"] == 3
+    assert "the push has 4 gradients" in error.detail
+    part(namespace, 1, {"a": 1, "b": 1, "c": 1}, push="q", parts=1, most=3)
+    assert [name for name, _ in namespace.pushes()] == ["p"]  # the refusal of the first
+
+
+def test_a_push_changes_a_bounded_number_of_bytes(namespace: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    create(namespace, "a", "b", "c")
+    monkeypatch.setattr(perform, "MAX_CHANGED_BYTES", 2 * namespace.record_bytes(["a"]))
+    part(namespace, 1, {"a": 1, "b": 1})
+    refused(TooManyTensors, namespace, 2, {"c": 1})
+    part(namespace, 1, {"a": 1}, push="q")
+    assert list(part(namespace, 2, {"b": 1}, push="q").receipts) == ["a", "b"]
 
 
 def test_a_buffer_that_is_made_again_has_no_staged_gradient(namespace: Store) -> None:

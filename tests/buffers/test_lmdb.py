@@ -495,9 +495,9 @@ def test_removal_keeps_pace_with_expiry(reopen: Reopen, clock: Clock, tmp_path: 
 def test_the_writers_memory_has_bounds() -> None:
     closed = tuple(Closed(epoch, epoch, 1, 1.0, None) for epoch in range(1000))
     last, *names = [BufferName("", str(number)) for number in range(caches.MOST_RECORDS + 1)]
-    record = Record(last, Spec((), FLOAT32, keep=1000), 1, 0.0, 0.0, closed=closed)
+    record = Record(last, Spec((), FLOAT32, keep=1000), 1, 0.0, 0.0, closed=closed, packed_bytes=1 << 14)
     records = caches.RecordCache()
-    for name in names[: caches.MOST_EPOCHS // 1000]:
+    for name in names[: caches.MOST_BYTES_OF_RECORDS >> 14] * 2:
         records.remember({name: record})
     assert records[names[0]] is record
     records.remember({last: record})

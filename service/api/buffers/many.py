@@ -31,6 +31,7 @@ from service.api.buffers.preconditions import refuse_headers
 from service.api.buffers.pushes import accumulate_part, adds_of
 from service.api.buffers.receipts import answer_outcome, read_values
 from service.api.buffers.request import (
+    RECORD_FACTOR,
     Received,
     check_no_body,
     closed_due,
@@ -38,8 +39,8 @@ from service.api.buffers.request import (
     parse_model,
     parse_models,
     receive,
+    reserved,
     submit,
-    values_reserved,
 )
 from service.api.buffers.routes import READ, WRITE, check_may_read, new_create, new_take
 from service.api.buffers.specs import MAX_SPECS_BYTES, NewBuffer, NewBuffers, rules_of
@@ -49,6 +50,7 @@ from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import check_no_query
 from service.api.http.routing import SAFETENSORS_BODY, access, body
 from service.buffers.changes import Create, Delete, Zero
+from service.buffers.epochs import names_bytes
 from service.buffers.perform import Outcome
 from service.buffers.record import name_buffer
 from service.buffers.rules import SetRules
@@ -76,7 +78,7 @@ async def create_many(call: CurrentCall) -> Answer:
     received = await receive(call)
     inline = is_quick(received.body)
     changes = _creates(call, received) if inline else await call.decode_in_pool(received.body, _creates, call, received)
-    call.reserve(METADATA_BYTES * len(changes))
+    call.reserve(METADATA_BYTES * len(changes) + RECORD_FACTOR * len(received.body))
     outcome = await submit(call, received, changes)
     return await answer_outcome(call, received.answers, outcome, "list", single=False)
 
@@ -181,13 +183,13 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
 
     async def read(names: list[str]) -> Answer:
         check_not_empty(names, query.prefix)
-        if query.epoch is not None:
-            try:
-                await call.look_up(len(names), lambda: [*map(look, names)])
-            except EpochOpen:
-                if not await closed_due(call, names):
-                    raise
-        async with values_reserved(call, names, form):
+        async with reserved(call, names, form):
+            if query.epoch is not None:
+                try:
+                    await call.look_up(len(names), lambda: [*map(look, names)])
+                except EpochOpen:
+                    if not await closed_due(call, names):
+                        raise
             return await call.offload(
                 False, read_values, call.store, names, query, received.answers, form.coding, False
             )
@@ -227,14 +229,16 @@ async def set_rules_many(call: CurrentCall, query: Annotated[WideQuery, Query()]
     def change(name: str) -> SetRules:
         return SetRules(name=name, rules=rules, want_metadata=False)
 
+    prefix = None
     if new.names is None:
         prefix = _wide_prefix(query)
-        outcome = await change_all(call, received, await names_with_prefix(call, received, prefix), change, prefix)
+        names = await names_with_prefix(call, received, prefix)
     elif query.prefix or query.all:
         raise Invalid("The request has both names in its body and prefix or all in its query; send only one")
     else:
         names = await call.offload(inline, distinct_names, new.names)
-        outcome = await change_all(call, received, names, change, None)
+    growth = names_bytes(rules.get("contributors") or ())
+    outcome = await change_all(call, received, names, change, prefix, growth=growth)
     return await answer_outcome(call, received.answers, outcome, "list", single=False)
 
 

@@ -21,6 +21,9 @@ MAX_WAIT_SECONDS = 600.0
 MAX_LISTED_BUFFERS = 1000
 """Buffers on a page of a list: their metadata is about 300 KB of JSON."""
 
+MAX_LISTED_BYTES = 1 << 20
+"""Bytes of their records, after which a page ends."""
+
 MAX_NAMED_BUFFERS = 100_000
 """Buffers that a request may name: by default as many as a namespace may have."""
 

@@ -127,7 +127,7 @@ async def accumulate_part(call: Call, received: Received, query: AccumulateManyQ
     mark = await call.offload(len(received.body) <= INLINE_BYTES, fingerprint_of, call, received.body)
     common = (query.weight, query.epoch, query.contributor)
     namespace, seconds = call.caller.namespace, call.settings.push_seconds
-    part = Part(*place, namespace, mark, seconds, *common)
+    part = Part(*place, namespace, mark, seconds, *common, most=call.engine.limits.max_tensors)
     changes: list[Change] = []
     form: json_codec.Encoding = "list"
     try:

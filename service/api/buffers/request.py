@@ -17,21 +17,13 @@ from service.api.http.negotiation import invalid_parameter, media_types, paramet
 from service.api.http.offload import INLINE_BYTES
 from service.buffers.changes import Change
 from service.buffers.names import BufferName
-from service.buffers.perform import Outcome, Wide
+from service.buffers.perform import Outcome
 from service.buffers.pushes import Part
 from service.buffers.record import Key, Record
 from service.buffers.rules import CloseIfDue
 from service.buffers.store import Store
 from service.codecs import json as json_codec
-from service.errors import (
-    BodyTooLarge,
-    BufferCorrupt,
-    GradserveError,
-    Invalid,
-    MalformedBody,
-    UnknownBuffer,
-    UnsupportedMediaType,
-)
+from service.errors import BodyTooLarge, GradserveError, Invalid, MalformedBody, UnsupportedMediaType
 from service.limits import Limits
 
 M = TypeVar("M", bound=BaseModel)
@@ -47,6 +39,12 @@ MAX_SPEC_ELEMENTS = 1 << 20
 
 RECEIPT_BYTES = 1 << 10
 """Bytes of memory for a change and its receipt, as objects and as text."""
+
+MOST_CLOSED = 1000
+"""Epochs that one transaction closes before a read: others wait for it."""
+
+RECORD_FACTOR = 12
+"""A record takes as many times its bytes in the store as memory: as objects, with its receipt, and as text."""
 
 
 class Received(NamedTuple):
@@ -167,45 +165,46 @@ def form_of(
 
 
 async def submit(
-    call: Call,
-    received: Received,
-    changes: Sequence[Change],
-    form: AnswerForm | None = None,
-    wide: Wide | None = None,
-    part: Part | None = None,
+    call: Call, received: Received, changes: Sequence[Change], form: AnswerForm | None = None, part: Part | None = None
 ) -> Outcome:
     """Make the changes, once for the idempotency key. With a `form`, reserve memory for values in the answer."""
     if form is None:
         call.reserve(RECEIPT_BYTES * len(changes))
-        return await call.submit(changes, received.key, wide=wide, part=part)
-    async with values_reserved(call, [change.name for change in changes], form):
-        return await call.submit(changes, received.key, wide=wide)
+        return await call.submit(changes, received.key, part=part)
+    async with reserved(call, [change.name for change in changes], form):
+        return await call.submit(changes, received.key)
 
 
 @asynccontextmanager
-async def values_reserved(call: Call, names: Collection[str], form: AnswerForm) -> AsyncIterator[None]:
-    """Reserve memory for an answer with the values of these buffers until the request ends. Raises `Busy`.
+async def reserved(
+    call: Call, names: Sequence[str], form: AnswerForm | None = None, growth: int = 0
+) -> AsyncIterator[None]:
+    """Reserve memory for the records of these buffers, and for their values in an answer, until the request ends.
 
-    A failed attempt gives the memory back: the request may wait for long before the next attempt.
+    The request adds `growth` bytes to each record. A failed attempt gives the memory back: the request may wait for
+    long before the next attempt. Raises `Busy` and `TensorTooLarge`.
     """
-    size = await call.look_up(len(names), _nbytes, call.store, names, form)
-    call.reserve(size)
+    taken = []
+
+    def reserve(size: int) -> None:
+        call.reserve(size)
+        taken.append(size)
+
     try:
+        records = await call.look_up(len(names), call.store.record_bytes, names) if len(names) > 1 else 0
+        reserve(RECEIPT_BYTES * len(names) + RECORD_FACTOR * (records + growth * len(names)))
+        if form is not None:
+            reserve(await call.look_up(len(names), _value_bytes, call.store, names, form))
         yield
     except GradserveError:
-        call.give_back(size)
+        for size in taken:
+            call.give_back(size)
         raise
 
 
-def _nbytes(store: Store, names: Collection[str], form: AnswerForm) -> int:
-    total = 0
-    for name in names:
-        try:
-            spec = store.record(name).spec
-            total += RECEIPT_BYTES + spec.nbytes + form.extra_bytes(spec.shape, spec.dtype)
-        except (UnknownBuffer, BufferCorrupt):
-            continue  # the change or the read raises the error
-    return total
+def _value_bytes(store: Store, names: Sequence[str], form: AnswerForm) -> int:
+    specs = [record.spec for record in store.look([BufferName(store.namespace, name) for name in names]).values()]
+    return sum([spec.nbytes + form.extra_bytes(spec.shape, spec.dtype) for spec in specs])
 
 
 async def read_after_closing_due(call: Call, name: str) -> Record:
@@ -226,6 +225,6 @@ async def closed_due(call: Call, names: Sequence[str]) -> bool:
         return [name for name, due in dues.items() if due <= now]
 
     over = await call.look_up(len(names), due)
-    if over:
-        await call.submit([CloseIfDue(name=name) for name in over], None)
+    for start in range(0, len(over), MOST_CLOSED):
+        await call.submit([CloseIfDue(name=name) for name in over[start : start + MOST_CLOSED]], None)
     return bool(over)

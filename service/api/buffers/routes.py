@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from service.api.buffers import openapi
 from service.api.buffers.gradients import gradients, only_gradient, sort_rows
 from service.api.buffers.models import (
+    MAX_LISTED_BYTES,
     AccumulateQuery,
     BufferList,
     GradientBody,
@@ -36,7 +37,7 @@ from service.buffers.epochs import check_contributor
 from service.buffers.gradients import Rows
 from service.buffers.names import MAX_NAME_CHARACTERS, check_length, check_name
 from service.buffers.record import Record, Spec
-from service.buffers.rules import SetRules, new_spec
+from service.buffers.rules import SetRules, check_names, new_spec
 from service.buffers.store import Store
 from service.dtypes import Array
 from service.errors import GradserveError
@@ -74,6 +75,7 @@ def _refusal(call: Call, name: str, spec: Spec) -> GradserveError | None:
     try:
         check_length(name, call.settings.max_name_length)
         call.engine.limits.check(None, spec.shape, spec.dtype, label="The buffer")
+        check_names(spec)
     except GradserveError as error:
         return error
     return None
@@ -88,9 +90,9 @@ async def list_buffers(call: CurrentCall, query: Annotated[ListQuery, Query()]) 
 
 
 def _listed(store: Store, query: ListQuery) -> Answer:
-    records = store.records(query.prefix, query.cursor, query.limit + 1)
-    more = len(records) > query.limit
-    records = records[: query.limit]
+    records = store.records(query.prefix, query.cursor, query.limit + 1, MAX_LISTED_BYTES)
+    more = len(records) > query.limit or sum([record.packed_bytes for record in records]) > MAX_LISTED_BYTES
+    records = records[:-1] if more and len(records) > 1 else records
     cursor = records[-1].name if more else None
     return JsonAnswer({"buffers": [record.as_json() for record in records], "next_cursor": cursor})
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query
 from service.api.buffers.chosen import check_not_empty, names_of
 from service.api.buffers.models import Names, PrefixQuery
 from service.api.buffers.preconditions import refuse_headers
-from service.api.buffers.request import RECEIPT_BYTES, read_after_closing_due, receive
+from service.api.buffers.request import RECEIPT_BYTES, RECORD_FACTOR, read_after_closing_due, receive
 from service.api.buffers.routes import READ
 from service.api.dashboard.buffer_models import (
     EpochStatistics,
@@ -71,9 +71,10 @@ def routes(known: BufferStatistics) -> APIRouter:
 def _answer_many(
     call: Call, known: BufferStatistics, names: Sequence[str], prefix: str | None
 ) -> JsonAnswer[ManyStatistics]:
+    names = names if prefix is None else call.store.names(prefix)
+    call.reserve(RECEIPT_BYTES * len(names) + RECORD_FACTOR * call.store.record_bytes(names))
     records = call.store.durable(names) if prefix is None else call.store.records(prefix)
     check_not_empty(records, prefix)
-    call.reserve(RECEIPT_BYTES * len(records))
     found = {record.id: known.last(record) for record in records}
     for record in _oldest_first(records, found):
         if not known.budget.allows():

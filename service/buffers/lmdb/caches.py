@@ -13,10 +13,10 @@ from service.buffers.store import Allocate
 from service.dtypes import Array
 
 MOST_RECORDS = 1 << 14
-"""Records that the writer remembers: each takes up to 5 KB, all of them 84 MB."""
+"""Buffers that the writer remembers: each takes about 2 KB, all of them 32 MB."""
 
-MOST_EPOCHS = 1 << 17
-"""Closed epochs and names of contributors in all these records: each takes 0.2 KB, all of them 26 MB."""
+MOST_BYTES_OF_RECORDS = 1 << 23
+"""Bytes of their records in the store: names of contributors and closed epochs take up to 12 times as many here."""
 
 MOST_BYTES_OF_VALUES = 1 << 25
 """All values that the writer remembers: to read a value again and check it takes a quarter of an add."""
@@ -30,24 +30,20 @@ class RecordCache(dict[BufferName, Record | None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._epochs = 0
+        self._bytes = 0
 
     def remember(self, records: Mapping[BufferName, Record | None]) -> None:
-        """Replace the records of these names. Closed epochs of the old records still count: to find them is slow."""
-        self.update(records)
-        self._epochs += sum(_epochs_of(record) for record in records.values() if record is not None)
-        if len(self) > MOST_RECORDS or self._epochs > MOST_EPOCHS:
+        """Replace the records of these names."""
+        for name, record in records.items():
+            old = self.get(name)
+            self._bytes += (record.packed_bytes if record else 0) - (old.packed_bytes if old else 0)
+            self[name] = record
+        if len(self) > MOST_RECORDS or self._bytes > MOST_BYTES_OF_RECORDS:
             self.clear()
 
     def clear(self) -> None:
         super().clear()
-        self._epochs = 0
-
-
-def _epochs_of(record: Record) -> int:
-    """Return how many closed epochs and names of contributors a record has."""
-    names = len(record.contributors_in) + len(record.spec.contributors or ())
-    return names + len(record.closed) + sum([len(closed.contributors) for closed in record.closed])
+        self._bytes = 0
 
 
 class CachedValue(NamedTuple):

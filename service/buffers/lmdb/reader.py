@@ -17,6 +17,7 @@ from service.buffers.lmdb.format import (
     DATABASES,
     DUE,
     NUMBER,
+    SEAL_BYTES,
     TIME,
     microseconds,
     name_of,
@@ -45,10 +46,22 @@ class Reader:
         sealed = self._txn.get(name.joined.encode(), db=self._env.buffers)
         return None if sealed is None else unpack_record(name, sealed)
 
-    def records(self, start: bytes, stop: bytes, *, strict: bool = False) -> Iterator[Record]:
+    def may_live(self, name: BufferName, now: float) -> bool:
+        """Return whether the buffer lives, or is damaged: a client that asks for it gets the error."""
+        try:
+            record = self.get(name)
+        except BufferCorrupt:
+            return True
+        return record is not None and record.lives(now)
+
+    def record_bytes(self, name: BufferName) -> int:
+        """Return how many bytes the buffer's record takes, 0 if there is none."""
+        return max(0, len(self._txn.get(name.joined.encode(), default=b"", db=self._env.buffers)) - SEAL_BYTES)
+
+    def records(self, start: bytes, stop: bytes) -> Iterator[Record]:
         """Yield the buffers whose keys lie from `start` up to, but without, `stop`, in the order of their keys.
 
-        Damaged buffers are left out; if `strict`, they raise `BufferCorrupt`.
+        Damaged buffers are left out.
         """
         with self._txn.cursor(db=self._env.buffers) as cursor:
             if not cursor.set_range(start):
@@ -59,8 +72,6 @@ class Reader:
                 try:
                     record = unpack_record(name_of(key), sealed)
                 except BufferCorrupt:
-                    if strict:
-                        raise
                     continue  # a client that asks for this buffer gets the error
                 yield record
 

@@ -6,9 +6,11 @@ complete on the disk or not there at all, so that a crash needs no repair.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,7 @@ from service.buffers.store import (
     Store,
     alive,
     listed,
+    page,
     snapshots,
     uncounted,
 )
@@ -84,17 +87,22 @@ class LmdbStore(Store):
         return found
 
     def records(
-        self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
+        self, prefix: str = "", after: str = "", limit: int | None = None, most_bytes: int = sys.maxsize
     ) -> list[Record]:
-        alive: list[Record] = []
-        now, (start, stop) = self._clock(), key_range(self.namespace, prefix, after)
+        now = self._clock()
         with reading(self._env) as reader:
-            for record in reader.records(start, stop, strict=strict):
-                if limit is not None and len(alive) == limit:
-                    break
-                if record.lives(now):
-                    alive.append(record)
-        return alive
+            found = reader.records(*key_range(self.namespace, prefix, after))
+            return page((record for record in found if record.lives(now)), limit, most_bytes)
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        now = self._clock()
+        with reading(self._env) as reader:
+            stored = reader.stored_names(*key_range(self.namespace, prefix, ""))
+            return [name.name for name in islice((each for each in stored if reader.may_live(each, now)), limit)]
+
+    def record_bytes(self, names: Sequence[str]) -> int:
+        with reading(self._env) as reader:
+            return sum(reader.record_bytes(BufferName(self.namespace, name)) for name in names)
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
         with reading(self._env) as reader, np.errstate(all="ignore"):

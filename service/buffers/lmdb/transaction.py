@@ -15,6 +15,7 @@ from service.buffers.lmdb.format import (
     COUNT,
     DUE,
     NUMBER,
+    SEAL_BYTES,
     TIME,
     due_entry,
     key_range,
@@ -57,6 +58,8 @@ class LmdbTransaction(Staging):
         self.changed: dict[BufferName, Record | None] = {}
         """Records that `finish` stores, None to delete: a record that changes often is stored once."""
         self._counts: dict[str, int] = {}
+        self.loaded_bytes = 0
+        """Bytes of the records that it has loaded."""
         self.writes = 0
         """Changes so far. If there are any, at least one has written to LMDB, which then counts the transaction."""
         self.expired = 0
@@ -67,10 +70,13 @@ class LmdbTransaction(Staging):
     def get(self, name: BufferName) -> Record | None:
         if name in self.changed:
             return self.changed[name]
-        if name in self._state.records:
-            return self._state.records[name]
-        record = super().get(name)
-        self._state.records.remember({name: record})
+        known = self._state.records
+        if name in known:
+            record = known[name]
+        else:
+            record = super().get(name)
+            known.remember({name: record})
+        self.loaded_bytes += 0 if record is None else record.packed_bytes
         return record
 
     def names(self, namespace: str, prefix: str) -> list[str]:
@@ -193,7 +199,9 @@ class LmdbTransaction(Staging):
             if record is None:
                 self._txn.delete(key, db=self._env.buffers)
             else:
-                self._txn.put(key, pack_record(record, key), db=self._env.buffers)
+                sealed = pack_record(record, key)
+                self._txn.put(key, sealed, db=self._env.buffers)
+                record.__dict__["packed_bytes"] = len(sealed) - SEAL_BYTES
         for namespace, count in self._counts.items():
             if count:
                 self._txn.put(COUNT + namespace.encode(), NUMBER.pack(count), db=self._env.meta)

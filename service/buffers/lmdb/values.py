@@ -116,6 +116,9 @@ class ValueReader:
     def load(self, spec: Spec, value: int | None, allocate: Allocate) -> Array:
         """Return a value in memory of its own."""
         result = allocate(spec.shape, spec.dtype)
+        if value is None:
+            result.fill(0)
+            return result
         flat = result.reshape(-1)
         for start, stop, fill in self.pieces(spec, value):
             fill(flat[start:stop])

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 
 import lmdb
 import numpy as np
 
-from service.buffers import failpoints
+from service.buffers import failpoints, perform
 from service.buffers.batches import Batches
 from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.drafts import Draft
@@ -94,10 +95,9 @@ class Writer:
     def close(self) -> bool:
         """Finish what was submitted, and end the thread. Return False if this was done before."""
         self._closing = True
-        if not self._batches.close():
-            return False
+        was_open = self._batches.close()
         self._thread.join()
-        return True
+        return was_open
 
     def oldest_key(self) -> int:
         """Return the time in microseconds up to which keys have expired."""
@@ -140,13 +140,13 @@ class Writer:
                     self._make([submission])
                 return
             else:
-                made = [*zip(submissions, answers, strict=True)]
+                made = [*zip(submissions, answers, strict=False)]
                 with after_commit():
                     failpoints.hit("committed")
                     self._committed(sum(one.is_ended_by(each) for one, each in made), time.perf_counter() - start)
                 for submission, answer in made:
                     self._answer(submission, answer)
-                return
+                submissions = submissions[len(answers) :]
 
     def _answer(self, submission: Submission, answer: Answer) -> None:
         if isinstance(answer, Outcome):
@@ -167,7 +167,7 @@ class Writer:
             self._make([submission])
 
     def _with_room(self, submissions: list[Submission]) -> list[Answer]:
-        """Make the requests, and try once more if there was no room and there may be room now."""
+        """Make the first requests, and try once more if there was no room and there may be room now."""
         try:
             return self._transact(submissions)
         except Exception as error:
@@ -185,7 +185,7 @@ class Writer:
             if now >= self._next_due:
                 changes.close_due(now, MOST_CLOSED)
                 self._next_due = changes.first_due()
-            for submission in submissions:
+            for submission in takewhile(lambda _: changes.loaded_bytes <= perform.MAX_CHANGED_BYTES, submissions):
                 before = changes.writes - changes.expired
                 try:
                     answer, most = submission.make(changes, now, self._env.max_bytes)

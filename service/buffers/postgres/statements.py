@@ -155,13 +155,6 @@ RECORDS = Statement("""
     join buffers on buffers.namespace = wanted.namespace collate "C" and buffers.name = wanted.name collate "C"
 """)
 
-LISTED = Statement("""
-    select name, record from buffers
-    where namespace = $1::text and starts_with(name, $2::text) and name > $3::text and name >= $2::text
-        and (expires is null or expires > coalesce($4::double precision, extract(epoch from now())))
-    order by name limit $5::bigint
-""")
-
 ROWS_AT_ONCE = 64
 """Gradients that are fetched at once: 4 MB of them, and as much in libpq."""
 

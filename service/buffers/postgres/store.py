@@ -6,6 +6,7 @@ the synchronous standby, too. What this process keeps in memory can be lost at a
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from service.buffers.epochs import Closed
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, unpack_known, unpack_push, unpack_record
 from service.buffers.perform import Outcome, Request
+from service.buffers.postgres import lists
 from service.buffers.postgres import schema as tables
 from service.buffers.postgres.compactor import Compactor
 from service.buffers.postgres.connections import Database, application_of
@@ -27,7 +29,7 @@ from service.buffers.postgres.exchange import Connection, Execution, ResultRows
 from service.buffers.postgres.failures import as_operator_error, retried
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.pushes import INCOMPLETE
-from service.buffers.postgres.statements import COUNT, LISTED, MEASURES, NOW, OUTCOME, RECORDS, REPLICAS, VERSION
+from service.buffers.postgres.statements import COUNT, MEASURES, NOW, OUTCOME, RECORDS, REPLICAS, VERSION
 from service.buffers.postgres.transaction import Stored
 from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
@@ -41,6 +43,7 @@ from service.buffers.store import (
     Store,
     alive,
     listed,
+    page,
     snapshots,
     uncounted,
     with_closed,
@@ -143,24 +146,17 @@ class PostgresStore(Store):
         return found
 
     def records(
-        self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
+        self, prefix: str = "", after: str = "", limit: int | None = None, most_bytes: int = sys.maxsize
     ) -> list[Record]:
-        def find(connection: Connection) -> list[Record]:
-            found: list[Record] = []
-            start = after
-            while True:
-                rows = connection.ask(LISTED(self.namespace, prefix, start, self._database.clock(), limit))
-                for name, packed in rows:
-                    try:
-                        found.append(unpack_record(BufferName(self.namespace, name), packed))
-                    except BufferCorrupt:
-                        if strict:
-                            raise
-                if limit is None or len(rows) < limit or len(found) >= limit:
-                    return found[:limit]
-                start = rows[-1][0]
+        wanted = (self.namespace, prefix, after, self._database.clock(), limit, most_bytes)
+        return self._read(lambda connection: page(lists.records(connection, *wanted), limit, most_bytes))
 
-        return self._read(find)
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        rows = self._ask(lists.NAMES(self.namespace, prefix, self._database.clock(), limit))
+        return [name for (name,) in rows]
+
+    def record_bytes(self, names: Sequence[str]) -> int:
+        return int(self._ask(lists.RECORD_BYTES([self.namespace] * len(names), names))[0][0])
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
         def find(connection: Connection) -> list[Snapshot]:
