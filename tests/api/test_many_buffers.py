@@ -1,19 +1,26 @@
-"""Requests for many buffers, or for records at their limits: bounded, and counted before they are loaded."""
+"""Requests for many buffers, or for records at their limits: bounded, counted, and dropped if nobody awaits them."""
 
 from __future__ import annotations
 
+import socket
+import struct
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
 from service.api.buffers.models import MAX_LISTED_BYTES
+from service.buffers import failpoints
 from service.buffers.epochs import MAX_CONTRIBUTORS_BYTES
 from service.buffers.perform import MAX_CHANGED_BYTES
 from tests.api.calls import add, create, fresh, metadata, ok, state
+from tests.api.headers import KEY
 from tests.api.test_memory import Memory
 from tests.faults.servers import Server
-from tests.serving import assert_problem, serving
+from tests.serving import assert_problem, in_flight, serving, wait_until
 
 CROWD = [f"{number:03}{chr(0x10400) * 55}" for number in range(MAX_CONTRIBUTORS_BYTES // 223)]
 """Names of contributors as long as names may be in bytes, as many as a buffer may expect."""
@@ -171,3 +178,35 @@ def test_a_list_of_the_largest_records_takes_little_memory(heavy: Server) -> Non
             assert len(ok(client.get("/v1/buffers?limit=1000"))["buffers"]) < 100
 
     assert Memory(heavy.process.pid).growth(ask) < 48 << 20
+
+
+# ----- clients that leave -----
+
+
+def test_many_changes_that_nobody_awaits_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store has not begun with them."""
+    held, opened, wanted = threading.Event(), threading.Event(), [True]
+
+    def hold(point: str) -> None:
+        if point == "before commit" and wanted and wanted.pop():
+            held.set()
+            assert opened.wait(60)
+
+    with serving(store=f"lmdb:{tmp_path}/store") as url, httpx.Client(base_url=url, timeout=60) as client:
+        names = [f"p.{number}" for number in range(300)]
+        ok(client.post("/v1/buffers/create", json={"buffers": {name: {"shape": [1]} for name in names}}))
+        create(client, "a")
+        monkeypatch.setattr(failpoints, "action", hold)
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(add, client, "a", [1, 2])
+            assert held.wait(60)
+            address = httpx.URL(url)
+            with socket.create_connection((address.host, address.port or 0)) as leaving:
+                leaving.sendall(b"POST /v1/buffers/zero?prefix=p. HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+                wait_until(lambda: in_flight(url) == 2)
+                leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            wait_until(lambda: in_flight(url) == 1)
+            opened.set()
+            assert first.result().status_code == 200
+        assert add(client, "p.0", [1]).json()["epoch"] == 0
+        assert ok(client.post("/v1/buffers/zero?prefix=p.", headers={KEY: "k"}))["buffers"]["p.299"]["epoch"] == 1

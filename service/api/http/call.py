@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.http.admission import Admission, Reservation
 from service.api.http.exchange import EXCHANGE, Exchange
-from service.api.http.offload import INLINE_LOOKUPS, in_pool
+from service.api.http.offload import INLINE_LOOKUPS, in_pool, while_connected
 from service.api.http.waiting import ANY, Waiting
 from service.buffers.changes import Change
 from service.buffers.perform import Outcome, Wide
@@ -214,10 +214,14 @@ class Call:
         wide: Wide | None = None,
         part: Part | None = None,
     ) -> Outcome:
-        """Make the changes, which were computed from `sources`, in the store. Raises what `Store.submit` does."""
+        """Make the changes, which were computed from `sources`, in the store. Raises what `Store.submit` does.
+
+        Many changes are dropped if the client leaves before the store begins with them: then `ClientDisconnect`.
+        """
         began = time.perf_counter_ns()
         try:
-            return await asyncio.wrap_future(self.store.submit(StoreRequest(changes, key, sources, wide, part)))
+            made = asyncio.wrap_future(self.store.submit(StoreRequest(changes, key, sources, wide, part)))
+            return await (made if len(changes) <= INLINE_LOOKUPS else while_connected(self.receive, made))
         finally:
             self.spent["store"] = time.perf_counter_ns() - began
 
