@@ -36,7 +36,7 @@ from service.errors import NotReady
 from service.host import tcp, unix_socket
 from service.host.files import locked
 from service.host.shared_memory import Regions
-from service.host.system import keep_freed_memory
+from service.host.system import collect_rarely, keep_freed_memory
 from service.settings import Settings
 
 logger = logging.getLogger("gradserve")
@@ -87,7 +87,9 @@ def in_worker() -> Application:
         signal.signal(number, signal.SIG_IGN)
     settings = Settings()
     keep_freed_memory(settings.reuse_bytes)
-    return create_app(settings)
+    app = create_app(settings)
+    collect_rarely()
+    return app
 
 
 def _stop_without_parent() -> None:
@@ -168,6 +170,7 @@ def run(settings: Settings, sockets: list[socket], buffers: int) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
     if settings.workers == 1:
+        collect_rarely()
         _Server(config, line).run(sockets)
     else:
         with TemporaryDirectory(prefix="gradserve-") as directory, locked(Path(directory)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,19 @@ def read_into(descriptor: int, memory: memoryview, start: int) -> int:
     data = os.pread(descriptor, len(memory), start)
     memory[: len(data)] = data
     return len(data)
+
+
+NEW_OBJECTS = 10_000
+"""New objects after which Python looks for cycles among them, by default 700."""
+
+
+def collect_rarely() -> None:
+    """Let Python seldom look for unreachable cycles, and never among the objects that are there now.
+
+    A request for many buffers makes a hundred thousand objects and no cycle: the search took half of its time.
+    """
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS)
 
 
 def keep_freed_memory(limit: int) -> None:

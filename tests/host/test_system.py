@@ -147,3 +147,33 @@ def test_a_full_disk_is_noticed_without_posix_fallocate(tmp_path: Path, monkeypa
         assert (tmp_path / "file").read_bytes() == bytes(5000)
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)), open("/dev/full", "wb") as file:
         system.reserve(file.fileno(), 0, 5000)
+
+
+TAKE_MANY = """
+import gc, sys
+from pathlib import Path
+from service.buffers.changes import Create, Take
+from service.buffers.lmdb import LmdbStore
+from service.buffers.perform import Request
+from service.buffers.record import Spec
+from service.dtypes import FLOAT32
+from service.host.system import collect_rarely
+
+store, names = LmdbStore(Path(sys.argv[1]), max_bytes=1 << 30), [f"{number}" for number in range(1 << 14)]
+store.submit(Request([Create(name=name, spec=Spec((1,), FLOAT32)) for name in names])).result()
+collect_rarely()
+searches = []
+gc.callbacks.append(lambda phase, about: searches.append(phase))
+store.submit(Request([Take(name=name) for name in names])).result()
+print(searches.count("start"))
+store.close()
+"""
+"""A take of as many buffers as a request may change. It prints how often Python looked for cycles meanwhile."""
+
+
+def test_a_change_of_many_buffers_is_seldom_interrupted(tmp_path: Path) -> None:
+    """By default the search for cycles takes half of its time, and others wait for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", TAKE_MANY, str(tmp_path / "store")], capture_output=True, text=True, timeout=60
+    )
+    assert 0 < int(done.stdout) < 50, done.stderr
