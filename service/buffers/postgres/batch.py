@@ -25,7 +25,7 @@ from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import statements as sql
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.exchange import Connection, ResultRows, columns
-from service.buffers.postgres.failures import NoStandbyError, UnsureError, is_damage
+from service.buffers.postgres.failures import MovedError, NoStandbyError, is_damage
 from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, ask_pushes, found_pushes, put_pushes
 from service.buffers.postgres.schema import FREED_SECONDS
 from service.buffers.postgres.transaction import Changes, Found, Stored
@@ -112,8 +112,9 @@ class Batch:
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
         if self._mark in known:
             connection.execute("rollback")
-            if not database.read(connection, sql.KEYS([self._mark]), fenced=True):
-                raise UnsureError("another primary may lack the commit")
+            executions = [*database.beginning(), sql.KEYS([self._mark])]
+            if not database.commit(connection, executions, fenced=True)[-1]:
+                raise MovedError("it has failed over")
             return None
         self.may_be_committed = False
         if database.replicated and not standbys:

@@ -102,8 +102,7 @@ class Database:
     """The database at `url`, whose `schema` has the tables of the store.
 
     If `replicated`, a durable commit returns once the synchronous standby has it, too; else, once the disk has it.
-    A commit stays visible if its wait for the standby is cancelled, or if the primary crashes meanwhile; so what an
-    answer says is read in a transaction that is fenced.
+    A commit stays visible if its wait for the standby is cancelled, or if the primary crashes meanwhile.
 
     All settings are made in each transaction, so that a pooler such as PgBouncer may hand each to another backend.
     """
@@ -151,20 +150,21 @@ class Database:
 
     @contextmanager
     def reading(self, patience: float) -> Iterator[Connection]:
-        """Yield a connection, in a transaction that sees one moment of the primary: a standby refuses it.
-
-        On leaving, it is fenced.
-        """
+        """Yield a connection, in a transaction that sees one moment of the primary: a standby refuses it."""
         with self.readers.lend(patience) as connection, self._begun(connection, begin=BEGIN_READING):
             yield connection
-            self.commit(connection, fenced=True)
+            connection.exchange([COMMIT()])
 
-    def read(self, connection: Connection, execution: Execution, *, fenced: bool = False) -> ResultRows:
+    def read(self, connection: Connection, execution: Execution) -> ResultRows:
         """Return the rows of a query, which sees one moment of the primary, in one round trip."""
-        executions = [*self.beginning(begin=BEGIN_READING), execution]
-        if fenced:
-            return self.commit(connection, executions, fenced=True)[-1]
-        return connection.exchange([*executions, COMMIT()])[-2]
+        executions = [*self.beginning(begin=BEGIN_READING), execution, COMMIT()]
+        _, ((*_, connection.server),), rows, _ = connection.exchange(executions)
+        return rows
+
+    def cross(self, connection: Connection) -> str:
+        """Return the name of the server once its standby has all that was committed before, if there must be one."""
+        _, ((*_, server),) = self.commit(connection, self.beginning(), fenced=True)
+        return str(server)
 
     def commit(
         self, connection: Connection, executions: Sequence[Execution | None] = (), *, fenced: bool = False
@@ -172,8 +172,7 @@ class Database:
         """Execute these, and commit: durable, if the transaction has written. Return the rows.
 
         If `replicated`, it returns once the standby has all that a `fenced` transaction saw, whichever server wrote it:
-        the transaction writes to the log, so that its commit waits for everything before it. Another transaction would
-        not do. It may be one of the next primary, which lacks what this one saw.
+        the transaction writes to the log, so that its commit waits for everything before it.
 
         Raises `NoStandbyError`, and `UnsureError` if the database did not wait for its standby.
         """
@@ -199,7 +198,7 @@ class Database:
     @contextmanager
     def _begun(self, connection: Connection, **options: Any) -> Iterator[None]:
         try:
-            connection.exchange(self.beginning(**options))
+            _, ((*_, connection.server),) = connection.exchange(self.beginning(**options))
             yield
         except BaseException:
             with suppress(psycopg.Error):

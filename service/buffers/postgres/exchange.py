@@ -118,6 +118,8 @@ class Connection(psycopg.Connection[Any]):
     """
 
     patience = PATIENCE_SECONDS
+    server = ""
+    """The name of the primary that has begun the last transaction: the time of its start."""
     has_warned = False
     """Whether the database has warned, as of a commit that did not wait for the standby."""
 

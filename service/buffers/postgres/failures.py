@@ -52,6 +52,10 @@ class NoStandbyError(OwnError):
     """The database has no synchronous standby."""
 
 
+class MovedError(OwnError):
+    """Another server has become the primary. It may lack what the last had shown."""
+
+
 class UnsureError(OwnError):
     """A commit may be done, and if it is, perhaps only on the primary."""
 

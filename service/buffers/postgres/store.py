@@ -27,6 +27,7 @@ from service.buffers.postgres.connections import Database, application_of
 from service.buffers.postgres.deltas import Delta, Turns, complete, stream, total
 from service.buffers.postgres.exchange import Connection, Execution, ResultRows
 from service.buffers.postgres.failures import as_operator_error, retried
+from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.pushes import INCOMPLETE
 from service.buffers.postgres.statements import COUNT, MEASURES, NOW, OUTCOME, RECORDS, REPLICAS, VERSION
@@ -105,6 +106,7 @@ class PostgresStore(Store):
             self._database.close()
             raise
         self._ids = _Ids(lambda: retried(lambda: tables.take_ids(self._database)))
+        self._fence = Fence(self._database, READ_SECONDS)
         turns = Turns()
         self._compactor = Compactor(self._database, self._ids, allocate, turns)
         self._watcher = Watcher(self._database)
@@ -221,18 +223,23 @@ class PostgresStore(Store):
         return RECORDS([self.namespace] * len(names), names, self._database.clock())
 
     def _read(self, work: Callable[[Connection], R]) -> R:
-        """Return what `work` reads, all of it of one moment."""
+        """Return what `work` reads, all of it of one moment, once the standby has it."""
 
         def attempt() -> R:
             with self._database.reading(READ_SECONDS) as connection:
-                return work(connection)
+                found, server = work(connection), connection.server
+            self._fence.wait(server)
+            return found
 
         return retried(attempt, seconds=READ_SECONDS)
 
     def _ask(self, execution: Execution, *, fenced: bool = False) -> ResultRows:
         def attempt() -> ResultRows:
             with self._database.readers.lend(READ_SECONDS) as connection:
-                return self._database.read(connection, execution, fenced=fenced)
+                rows, server = self._database.read(connection, execution), connection.server
+            if fenced:
+                self._fence.wait(server)
+            return rows
 
         return retried(attempt, seconds=READ_SECONDS)
 
