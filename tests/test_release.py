@@ -40,8 +40,8 @@ def test_both_packages_agree(name: str) -> None:
     assert set(CLIENT[name]) <= set(SERVER[name]) if name == "license-files" else CLIENT[name] == SERVER[name]
 
 
-def test_each_python_has_its_classifier() -> None:
-    wanted = {f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)}
+def test_each_python_that_was_run_has_its_classifier() -> None:
+    wanted = {f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 14)}
     for project in (SERVER, CLIENT):
         assert {text for text in project["classifiers"] if re.search(r":: 3\.\d+$", text)} == wanted
 
