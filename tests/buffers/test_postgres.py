@@ -376,6 +376,7 @@ def test_clients_read_nothing_of_the_database_and_the_log_has_it(
         uses: list[Callable[[], object]] = [
             lambda: store.record("w"),
             store.check,
+            store.size,
             lambda: add(store, "w", 1.0),
             lambda: store.read(["w"], 0),
         ]

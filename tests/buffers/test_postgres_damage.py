@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from psycopg import errors
 
 from service.buffers.changes import Add, Delete, Take, Zero
 from service.buffers.perform import Request
@@ -29,6 +30,23 @@ def test_a_damaged_record_does_not_stop_the_janitor(schema: Schema, monkeypatch:
     schema.ask("update buffers set expires = 0")
     until(lambda: schema.ask("select name from buffers") == [], "the expired buffers stay")
     assert schema.ask("select value from deltas") == []
+
+
+def test_work_that_fails_does_not_stop_the_rest_of_the_janitor(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may never delete a blob whose page is damaged."""
+    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.01)
+
+    def failing(*_: object) -> bool:
+        raise errors.DataCorrupted("invalid page")
+
+    for work in ("_forget_pushes", "_sweep"):
+        monkeypatch.setattr(janitor.Janitor, work, failing)
+    store = schema.open()
+    create(store, "w", ttl_seconds=1000.0)
+    schema.ask("update buffers set expires = 0")
+    until(lambda: schema.ask("select name from buffers") == [], "the expired buffer stays")
+    schema.ask("delete from counts")
+    until(lambda: schema.ask("select 1 from counts"), "the janitor does not count")
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3])

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,11 @@ import pytest
 from service.buffers.changes import Add, Delete, Zero
 from service.buffers.perform import Request
 from service.buffers.postgres import janitor
-from service.errors import StoreFull
+from service.buffers.postgres.exchange import Execution
+from service.buffers.postgres.janitor import forget
+from service.buffers.postgres.statements import KEY_BYTES
+from service.buffers.store import Store
+from service.errors import KeysFull, StoreFull
 from tests.buffers.calls import add, create, do, key, ones, part, value
 from tests.buffers.postgres import Schema, until, until_changed
 from tests.buffers.stores import PATIENCE
@@ -107,6 +112,45 @@ def test_a_full_store_refuses_adds_until_there_is_room(schema: Schema, monkeypat
 
     until(is_added, "the store refuses an add for which it has room")
     assert store.record("w").count == 1
+
+
+def test_one_server_counts_for_all(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count reads all keys and gradients, so that many servers must not make it each for itself."""
+    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.02)
+    monkeypatch.setattr(janitor, "ROUNDS_AT_REST", 1_000_000)
+    counts: list[int] = []
+
+    def counted(*arguments: object) -> Execution:
+        counts.append(len(counts))
+        return KEY_BYTES(*arguments)
+
+    monkeypatch.setattr(janitor, "KEY_BYTES", counted)
+    monkeypatch.setattr(janitor, "BYTES_PER_KEY", 1 << 20)
+    stores = [schema.open(max_bytes=64 << 20) for _ in range(4)]
+    until(lambda: counts, "nobody counts")
+    until(lambda: schema.ask("select 1 from counts") == [(1,)], "the counts are not stored")
+    create(stores[0], "w")
+    for number in range(50):
+        do(stores[number % 4], Add(name="w", gradient=ones(2)), key=key(f"{number}"))
+    assert counts == [0]
+    schema.ask("update counts set due = 0")
+    until(lambda: len(counts) == 2, "nobody counts again")
+    for store in stores:
+        until(lambda store=store: is_refused(store), "a server does not know that the keys are full")  # type: ignore[misc]
+    assert counts == [0, 1]
+    assert forget(schema.url, schema.name, 0.0, "ann") >= 50
+    until(lambda: len(counts) == 3, "nobody counts what is left")
+    for store in stores:
+        until(lambda store=store: not is_refused(store), "a server does not know that there is room")  # type: ignore[misc]
+
+
+def is_refused(store: Store) -> bool:
+    """Return whether the keys of a namespace have taken their share."""
+    try:
+        do(store, Zero(name="w"), key=key(uuid.uuid4().hex))
+    except KeysFull:
+        return True
+    return False
 
 
 @pytest.fixture

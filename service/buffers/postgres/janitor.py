@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import orjson
 
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_push, unpack_record
@@ -15,7 +18,20 @@ from service.buffers.postgres.failures import as_operator_error, retried
 from service.buffers.postgres.pushes import OVERDUE, values_of
 from service.buffers.postgres.readonly import opened_readonly
 from service.buffers.postgres.schema import FREED_SECONDS, drop_partitions, make_partitions
-from service.buffers.postgres.statements import DELETE, EXPIRED, FORGET, FREE, HANGING, KEY_BYTES, NOW, SWEEP, USED
+from service.buffers.postgres.statements import (
+    COUNTED,
+    COUNTS_ALONE,
+    DELETE,
+    EXPIRED,
+    FORGET,
+    FREE,
+    HANGING,
+    KEY_BYTES,
+    NOW,
+    PUT_COUNTS,
+    SWEEP,
+    USED,
+)
 from service.buffers.room import check_keys, check_staged, room_for, store_full
 from service.errors import BufferCorrupt
 
@@ -25,7 +41,7 @@ ROUND_SECONDS = 5.0
 """The shortest pause between rounds."""
 
 ROUNDS_AT_REST = 20
-"""The janitor rests twenty times as long as it has counted all keys and deltas. Its deletes are no reason to rest."""
+"""All janitors rest from counting twenty times as long as one of them has counted all keys and deltas."""
 
 TURN_SECONDS = 1
 """How long the janitor waits for a lock before which all adds wait: it tries again in the next round."""
@@ -81,34 +97,36 @@ class Janitor:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            pause = ROUND_SECONDS
-            try:
+            with _guarded():
                 self._round()
-                pause = max(pause, ROUNDS_AT_REST * self._count())
-            except Exception as error:  # the thread outlives what it cannot do
-                logger.warning("The store's janitor goes on later: %s", " ".join(str(error).split()))
-            self._closed.wait(pause)
+            self._closed.wait(ROUND_SECONDS)
 
     def _round(self) -> None:
         with self._database.transaction() as connection:
             connection.ask(HANGING(HANGING_SECONDS))
             ((now,),) = connection.ask(NOW(self._database.clock()))
-        make_partitions(self._database, now, TURN_SECONDS)
-        drop_partitions(self._database, now - self._key_seconds, TURN_SECONDS)
-        while self._forget_pushes(now) and not self._closed.is_set():
-            pass
-        while self._sweep() and not self._closed.is_set():
-            pass
-        while self._expire(now) and not self._closed.is_set():
-            pass
+        with _guarded():
+            make_partitions(self._database, now, TURN_SECONDS)
+            drop_partitions(self._database, now - self._key_seconds, TURN_SECONDS)
+        works: list[Callable[[], bool]] = [lambda: self._forget_pushes(now), self._sweep, lambda: self._expire(now)]
+        for work in works:
+            with _guarded():
+                while work() and not self._closed.is_set():
+                    pass
+        self._learn_counts()
 
-    def _count(self) -> float:
-        """Count the bytes in use. Return the seconds that this took."""
-        began = time.monotonic()
-        self._used = self.used()
+    def _learn_counts(self) -> None:
+        """Learn the bytes in use from the janitor that has counted them last, or count them for all."""
         with self._database.transaction(durable=False) as connection:
-            self._key_bytes = dict(connection.ask(KEY_BYTES(BYTES_PER_KEY)))
-        return time.monotonic() - began
+            alone, rows = connection.exchange([COUNTS_ALONE(), COUNTED()])
+            if alone == [(True,)] and not any(is_fresh for *_, is_fresh in rows):
+                began = time.monotonic()
+                ((used,),) = connection.ask(USED())
+                of_keys: dict[str, int] = dict(connection.ask(KEY_BYTES(BYTES_PER_KEY)))
+                rest = ROUNDS_AT_REST * (time.monotonic() - began)
+                rows = connection.ask(PUT_COUNTS(used, orjson.dumps(of_keys).decode(), rest))
+        for used, key_bytes, _ in rows:
+            self._used, self._key_bytes = used, orjson.loads(key_bytes)
 
     def _sweep(self) -> bool:
         """Delete some unowned blobs. Return whether there may be more."""
@@ -139,6 +157,15 @@ class Janitor:
         return bool(rows)
 
 
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """Log an error: the thread outlives what it cannot do, and goes on with its other work."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("The store's janitor goes on later: %s", " ".join(str(error).split()))
+
+
 def forget(url: str, schema: str, seconds: float, namespace: str | None) -> int:
     """Forget the keys of a namespace, None for all, that are at least this old. Return their number.
 
@@ -150,7 +177,7 @@ def forget(url: str, schema: str, seconds: float, namespace: str | None) -> int:
     try:
         while count := retried(lambda: _forget_some(database, seconds, namespace), raised=as_operator_error):
             forgotten += count
-        retried(lambda: _vacuum(database), raised=as_operator_error)
+        retried(lambda: _recount(database), raised=as_operator_error)
         return forgotten
     finally:
         database.close()
@@ -162,7 +189,8 @@ def _forget_some(database: Database, seconds: float, namespace: str | None) -> i
     return count
 
 
-def _vacuum(database: Database) -> None:
-    """Give the room of the deleted rows back."""
+def _recount(database: Database) -> None:
+    """Give the room of the deleted rows back, and let the servers count what is left."""
     with database.workers.lend() as connection:
         connection.execute(f'vacuum "{database.schema}".keys'.encode())
+        connection.execute(f'delete from "{database.schema}".counts'.encode())

@@ -98,6 +98,16 @@ insert into meta values ({FORMAT});
 """
 
 
+_COUNTS = b"""
+create unlogged table if not exists counts (
+    used bigint not null,
+    key_bytes text not null,
+    due double precision not null
+)
+"""
+"""What the janitors have counted last, for all servers: it holds nothing that a crash may not take."""
+
+
 def prepare(database: Database) -> None:
     """Make the tables if they are not there. Raises `StoreFailed` for those of another format."""
     with database.transaction() as connection:
@@ -106,6 +116,7 @@ def prepare(database: Database) -> None:
         if not has_tables(connection, database.schema):
             connection.execute(sql.SQL("create schema if not exists {}").format(sql.Identifier(database.schema)))
             connection.execute(_TABLES.encode())
+        connection.execute(_COUNTS)
 
 
 def has_tables(connection: Connection, schema: str) -> bool:

@@ -16,6 +16,9 @@ NAMESPACE_LOCK = 2
 FOLD_LOCK = 3
 """The class of the advisory locks of values that a process folds."""
 
+COUNT_LOCK = 4
+"""The class of the advisory locks of schemas whose keys a process counts."""
+
 # ----- every transaction -----
 
 BEGIN = Statement("begin isolation level read committed, read write")
@@ -236,6 +239,17 @@ USED = Statement("""
 
 KEY_BYTES = Statement("""
     select namespace, sum(length(outcome) + $1::integer)::bigint from keys where outcome <> '' group by namespace
+""")
+
+COUNTED = Statement("select used, key_bytes, due > extract(epoch from clock_timestamp()) from counts")
+"""Its last column says whether that is still fresh."""
+
+COUNTS_ALONE = Statement(f"select pg_try_advisory_xact_lock({COUNT_LOCK}, hashtext(current_schema()))")
+
+PUT_COUNTS = Statement("""
+    with gone as (delete from counts)
+    insert into counts values ($1::bigint, $2::text, extract(epoch from clock_timestamp()) + $3::double precision)
+    returning used, key_bytes, true
 """)
 
 FORGET = Statement("""

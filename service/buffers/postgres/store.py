@@ -204,7 +204,7 @@ class PostgresStore(Store):
         retried(attempt, seconds=CHECK_SECONDS)
 
     def size(self) -> tuple[int, int]:
-        return self._ask(COUNT())[0][0], self._janitor.used()
+        return self._ask(COUNT())[0][0], retried(self._janitor.used, seconds=READ_SECONDS)
 
     def measures(self) -> dict[str, float]:
         return dict(self._ask(MEASURES()))
