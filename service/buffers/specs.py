@@ -133,12 +133,13 @@ def contradiction(spec: Spec) -> InvalidParameter | None:
     if quorum is not None and least > quorum:
         problem = f"min_count is {least}, but the quorum of {quorum} closes an epoch before: set {quorum} or less"
         return InvalidParameter(problem, parameter="min_count")
-    if quorum is not None and names is not None and quorum > (adds := len(names) * spec.per_contributor):
-        problem = (
-            f"quorum is {quorum}, but the expected contributors add {adds} gradients to an epoch at most:"
-            f" {len(names)} of them, {spec.per_contributor} each (per_contributor)"
-        )
-        return InvalidParameter(problem, parameter="quorum")
+    for rule, count in (("quorum", quorum or 0), ("min_count", least)):
+        if names is not None and count > (adds := len(names) * spec.per_contributor):
+            problem = (
+                f"{rule} is {count}, but the expected contributors add {adds} gradients to an epoch at most:"
+                f" {len(names)} of them, {spec.per_contributor} each (per_contributor)"
+            )
+            return InvalidParameter(problem, parameter=rule)
     return None
 
 

@@ -335,6 +335,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
         "quorum",
         "add 6 gradients .*: 2 of them, 3 each",
     ),
+    (
+        {"min_count": 5, "contributors": ("x", "y"), "per_contributor": 2, "deadline_seconds": 9.0},
+        "min_count",
+        "min_count is 5, but the expected contributors add 4 gradients",
+    ),
 ]
 """Rules that cannot mean what they say, the parameter that the error names, and its words."""
 
@@ -362,6 +367,7 @@ def test_rules_that_contradict_each_other_are_refused(
         {"min_count": 5, "quorum_weight": 2.0, "deadline_seconds": 9.0},
         {"quorum": 6, "contributors": ("x", "y"), "per_contributor": 3},
         {"quorum": 2, "contributors": ("x", "y", "z")},
+        {"min_count": 4, "contributors": ("x", "y"), "per_contributor": 2, "deadline_seconds": 9.0},
     ],
 )
 def test_rules_on_the_brink_are_taken(store: Store, rules: dict[str, Any]) -> None:

@@ -375,7 +375,7 @@ def _contradicts(spec: Spec) -> bool:
     quorum = math.inf if spec.quorum is None else spec.quorum
     counted = math.inf if spec.contributors is None else len(spec.contributors) * spec.per_contributor
     least = 1 if spec.deadline_seconds is not None else spec.min_count
-    return least > 1 or spec.min_count > quorum or (spec.quorum is not None and quorum > counted)
+    return least > 1 or spec.min_count > min(quorum, counted) or (spec.quorum is not None and quorum > counted)
 
 
 def _array(change: Add) -> Array:

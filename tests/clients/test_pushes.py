@@ -354,3 +354,17 @@ def test_epochs_close_without_their_values(server: Any, key: str) -> None:
     assert sums(server) == [0.0] * len(NAMES)
     with pytest.raises(StaleEpoch):
         server.buffers.close_epoch(prefix="layer", epoch=0)
+
+
+def test_a_small_add_is_a_push_too_if_the_server_takes_less_than_others(kind: str) -> None:
+    with serving(max_body_bytes=1 << 16) as url, connected(kind, [url], timeout=20) as server:
+        server.buffers.create_many({name: {"shape": 10_000} for name in NAMES[:4]})
+        small = {name: np.ones(10_000, np.float32) for name in NAMES[:4]}
+        for _ in range(2):
+            receipts = server.buffers.accumulate(small, idempotency_key="small")
+            assert {receipt.count for receipt in receipts.values()} == {1}
+        with pytest.raises(TooLarge, match="The body has"):
+            server.buffers.accumulate(small, overwrite=True)
+        with pytest.raises(TooLarge, match="^The gradient of 'layer0' takes"):
+            server.buffers.accumulate({**small, "layer0": np.ones(20_000, np.float32)})
+        assert server.buffers["layer0"].info().count == 1

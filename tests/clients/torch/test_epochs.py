@@ -135,6 +135,11 @@ def test_options_that_do_not_exist(server: Client, run: str, options: Any, words
             "quorum",
             "is 3, but the contributors make 2 pushes at most: 2 of them, 1 each",
         ),
+        (
+            {"deadline_seconds": 9, "min_count": 3, "contributors": ["a", "b"], "per_contributor": 1, "worker": "a"},
+            "min_count",
+            "is 3, but the contributors make 2 pushes at most",
+        ),
         ({"contributors": ["a", "b"], "worker": "c"}, "worker", "'c', but must be one of the contributors.* 'a', 'b'"),
         ({"contributors": [str(one) for one in range(9)]}, "worker", "is None, but .*'0', '1', '2', ...$"),
         ({"contributors": ["a"], "worker": ""}, "worker", "must be 1 to 100 printable characters"),

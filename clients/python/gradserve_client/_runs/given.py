@@ -32,6 +32,7 @@ def check_rules(rules: Mapping[str, Any]) -> None:
         raise mistaken("min_count", f"is {least}, but only a deadline asks for it: give deadline_seconds, too")
     if least is not None and quorum is not None and least > quorum:
         raise mistaken("min_count", f"is {least}, but the quorum of {quorum} closes an epoch before")
-    if quorum is not None and names is not None and quorum > len(names) * (each := rules["per_contributor"] or 1):
-        most = f"{len(names) * each} pushes at most: {len(names)} of them, {each} each (per_contributor)"
-        raise mistaken("quorum", f"is {quorum}, but the contributors make {most}")
+    for rule, count in (("quorum", quorum), ("min_count", least)):
+        if count is not None and names is not None and count > len(names) * (each := rules["per_contributor"] or 1):
+            most = f"{len(names) * each} pushes at most: {len(names)} of them, {each} each (per_contributor)"
+            raise mistaken(rule, f"is {count}, but the contributors make {most}")

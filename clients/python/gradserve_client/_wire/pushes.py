@@ -53,11 +53,15 @@ class Push:
 
 
 def is_small(call: Call[Receipts]) -> bool:
-    """Whether the add is one request to each server in any case: it is small, or a part cannot do what it does."""
+    """Whether the add is sent as one request to each server: it is small, or has to be one."""
     assert call.buffers is not None
     size = sum(map(len, call.body))
-    whole = call.query.keys() & {"overwrite", "do_update"}
-    return bool(whole) or (size <= SMALL_BYTES and len(call.buffers) <= SMALL_BUFFERS)
+    return is_whole(call) or (size <= SMALL_BYTES and len(call.buffers) <= SMALL_BUFFERS)
+
+
+def is_whole(call: Call[Receipts]) -> bool:
+    """Whether the add has to be one request: a part cannot do what it does."""
+    return not call.query.keys().isdisjoint({"overwrite", "do_update"})
 
 
 def pushes(adds: Sequence[Call[Receipts]], limits: Sequence[Mapping[str, int]], most: int | None) -> list[Push]:
