@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from service.dtypes import Array, DType, compute_dtype
-from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
+from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, TensorTooLarge, shown
 from service.kernels._blocks import claim, new_output, spare_memory
 from service.kernels._gru_rows import EvenRows, RaggedRows
 
@@ -27,8 +27,13 @@ MIN_SHARED_MULTIPLY_ADDS = 40_000_000
 
 With fewer, threads spend longer on waiting for each other, and for memory that another core has written, than on work.
 """
-MAX_EMPTY_ROWS = 1 << 16
-"""The most rows (steps times sequences) of an X without elements: a request of a few bytes must not run for minutes."""
+MAX_MULTIPLY_ADDS = 1 << 40
+"""The most multiplications and additions, which take a thread about a minute. Bytes bound no work: an X without inputs
+has none, and zeros travel as a few."""
+MIN_STEP_MULTIPLY_ADDS = 1 << 19
+"""Multiplications and additions that take as long as NumPy's calls for a step of a block."""
+MIN_STEP_ROWS = 16
+"""Rows of a product with R that take as long as to read R."""
 
 Direction = Literal["forward", "reverse", "bidirectional"]
 
@@ -56,11 +61,28 @@ class Plan:
             return EvenRows(self.N, self.steps)
         return RaggedRows(self.lengths, self.steps, self.D, self.blocks(), self._chunks())
 
+    @cached_property
+    def multiply_adds(self) -> int:
+        """The multiplications and additions of the products."""
+        rows = self.N * self.steps if self.lengths is None else int(self.lengths.sum())
+        return self.D * rows * 3 * self.H * (2 * self.I + self.H)
+
     @property
     def single_threaded(self) -> bool:
         """Whether the work is too little for a second thread."""
-        rows = self.N * self.steps if self.lengths is None else int(self.lengths.sum())
-        return self.D * rows * 3 * self.H * (2 * self.I + self.H) < MIN_SHARED_MULTIPLY_ADDS
+        return self.multiply_adds < MIN_SHARED_MULTIPLY_ADDS
+
+    def check_work(self) -> None:
+        """Raise `TensorTooLarge` if the passes through time take too long, however few bytes the inputs have."""
+        a_step = max(MIN_STEP_ROWS * 3 * self.H * self.H, MIN_STEP_MULTIPLY_ADDS)
+        work = max(self.multiply_adds, self.D * self.steps * len(self.blocks()) * a_step)
+        if work > MAX_MULTIPLY_ADDS:
+            raise TensorTooLarge(
+                f"X of shape {[self.S, self.N, self.I]} with {self.H} hidden units takes as long as {work}"
+                f" multiplications and additions; the limit is {MAX_MULTIPLY_ADDS}: send fewer steps at a time",
+                tensor="X",
+                limit=MAX_MULTIPLY_ADDS,
+            )
 
     def blocks(self) -> list[slice]:
         """Cut the sequences, in the order of `rows`, into blocks. Each block and direction runs through time alone."""
@@ -95,7 +117,7 @@ def make_plan(
 ) -> Plan:
     """Check the attributes, and the shapes of X, R and SL, from which the sizes follow.
 
-    Raises `ShapeMismatch`, `InvalidTensor` for lengths out of range, and `InvalidParameter`.
+    Raises `ShapeMismatch`, `InvalidTensor` for lengths out of range, `InvalidParameter` and `TensorTooLarge`.
     """
     reverse = _check_attributes(direction, linear_before_reset, activations, clip)
     S, N, I, H = _check_sizes(X, R, len(reverse), hidden_size)  # noqa: E741
@@ -104,7 +126,9 @@ def make_plan(
         _check_lengths(SL, S, N)
         steps = int(SL.max(initial=0))
         lengths = None if (SL == steps).all() else SL
-    return Plan(S, N, I, H, len(reverse), reverse, lengths, steps, linear_before_reset == 1)
+    plan = Plan(S, N, I, H, len(reverse), reverse, lengths, steps, linear_before_reset == 1)
+    plan.check_work()
+    return plan
 
 
 def _check_attributes(
@@ -137,12 +161,6 @@ def _check_sizes(X: Array, R: Array, D: int, hidden_size: int | None) -> tuple[i
         check_shape("R", R, D, 3 * units, units)
     if hidden_size is not None and hidden_size != H:
         raise _invalid("hidden_size", hidden_size, f"{H}, the last dimension of R, or left out")
-    if not X.size and max(S, 1) * N > MAX_EMPTY_ROWS:
-        raise ShapeMismatch(
-            f"X has shape {[S, N, I]}, but the steps times the sequences of an X without elements may be"
-            f" {MAX_EMPTY_ROWS} at most",
-            tensor="X",
-        )
     return S, N, I, H
 
 
