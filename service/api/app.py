@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 import uuid
@@ -37,6 +38,8 @@ from service.host.shared_memory import Regions
 from service.keys import KeyFile
 from service.limits import Limits
 from service.settings import Settings
+
+logger = logging.getLogger("gradserve")
 
 _ORIGIN = re.compile(rb"^[a-z]+://[^/?]*", re.IGNORECASE)
 """What stands before the path of an absolute URL."""
@@ -220,6 +223,8 @@ async def _lifespan(app: Application) -> AsyncIterator[None]:
                 yield
     finally:
         services.engine = services.store = None
+        if running := engine.pool.running:
+            logger.warning("Requests that threads work on are given up: %d", running)
         engine.pool.close()  # first: work in its pool may read the store
         store.close()
         if services.regions is not None:

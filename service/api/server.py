@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from socket import AF_UNIX, socket
@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 
 import uvicorn
-from uvicorn.supervisors import Multiprocess
+from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from service.api import health, static
 from service.api.app import Application
@@ -100,6 +100,7 @@ def _stop_without_parent() -> None:
     def wait() -> None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
+        _begin_to_stop(Settings().drain_timeout)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
@@ -158,6 +159,12 @@ _ADVICE = (
 
 _STOPPING = "gradserve stops; requests in flight have %d seconds to finish"
 
+LAST_SECONDS = 5
+"""Seconds after GRADSERVE_DRAIN_TIMEOUT at which the server ends, whatever it still does. Kernels that stop because
+nobody waits for them any more take about one."""
+
+_ENDED = "Work goes on %d seconds after GRADSERVE_DRAIN_TIMEOUT, so gradserve ends without it. Nothing answered is lost"
+
 SAME_SECONDS = 0.25
 """Seconds until a repeated signal counts as a second one: `timeout`, say, signals a process and then its group."""
 
@@ -181,6 +188,21 @@ def run(settings: Settings, sockets: list[socket], buffers: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def _begin_to_stop(drain_seconds: int | None, processes: Sequence[Process] = ()) -> None:
+    """Log that the server stops. If these processes or this one work on after the drain, end all with status 1."""
+
+    def end() -> None:
+        logger.error(_ENDED, LAST_SECONDS)
+        for process in processes:
+            process.kill()
+        os._exit(1)
+
+    logger.info(_STOPPING, drain_seconds)
+    timer = threading.Timer((drain_seconds or 0) + LAST_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+
+
 def _port(listener: socket) -> int:
     """Return the port that a socket listens on; 0 for a UNIX socket."""
     return 0 if listener.family == AF_UNIX else int(listener.getsockname()[1])
@@ -199,7 +221,7 @@ class _Server(uvicorn.Server):
         logger.info(self._line)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        logger.info(_STOPPING, self.config.timeout_graceful_shutdown)
+        _begin_to_stop(self.config.timeout_graceful_shutdown)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -261,7 +283,7 @@ class _Workers(Multiprocess):
         return True
 
     def _stop(self) -> None:
-        logger.info(_STOPPING, self.config.timeout_graceful_shutdown)
+        _begin_to_stop(self.config.timeout_graceful_shutdown, self.processes)
         self.should_exit.set()
         for listener in self.sockets:
             listener.close()  # else connections would queue up that no worker accepts

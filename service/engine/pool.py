@@ -73,6 +73,12 @@ class Pool:
         with self._lock:
             return len(self._queue) if namespace is None else self._queue.count(namespace)
 
+    @property
+    def running(self) -> int:
+        """How many tasks run."""
+        with self._lock:
+            return self._running.total()
+
     def submit(self, work: Callable[[], R], namespace: str = "") -> Future[R]:
         """Call `work` in a thread, in turns with other namespaces. Cancelling drops work that has not started."""
         task = _Task(namespace, work)

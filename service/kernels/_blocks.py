@@ -48,7 +48,7 @@ class Workspace:
     """A pool whose idle threads help, how many threads work at once, and the allocators.
 
     They allocate outputs, spare memory for intermediate results, and large scratch, which is freed after each block.
-    `claim` gets the bytes of what NumPy allocates by itself.
+    `claim` gets the bytes of what NumPy allocates by itself. All but `scratch` may raise, to end the kernel.
     """
 
     pool: Executor | None = None
@@ -104,6 +104,11 @@ def claim(size: int) -> None:
     _current.get().claim(size)
 
 
+def check_wanted() -> None:
+    """Raise what the workspace raises if nobody waits for the outputs any more. Kernels of many blocks ask often."""
+    _current.get().claim(0)
+
+
 def _allocate(
     purpose: str, allocate: Callable[[tuple[int, ...], DType], Array], shape: tuple[int, ...], dtype: DType
 ) -> Array:
@@ -132,6 +137,7 @@ def share_out(function: Callable[[int], None], count: int) -> None:
         for number in numbers:
             if number >= count:
                 return
+            check_wanted()
             function(number)
 
     with helpers() as start_helper:

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from service.dtypes import Array
-from service.kernels._blocks import scratch, spare_memory
+from service.kernels._blocks import check_wanted, scratch, spare_memory
 from service.kernels._gru_plan import Plan
 from service.kernels._tasks import Tasks
 
@@ -94,6 +94,7 @@ class Backward:
         begun: set[object] = set()
         with np.errstate(all="ignore"):
             for d, steps in stages:
+                check_wanted()
                 for block in blocks:
                     self._walk(d, steps, block)
                 for target, product in self._products(d, steps):

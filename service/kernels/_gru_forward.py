@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from service.dtypes import Array
+from service.kernels._blocks import check_wanted
 from service.kernels._gru_plan import Plan
 from service.kernels._tasks import Tasks
 
@@ -48,6 +49,7 @@ class Forward:
             project = partial(self._project, d, steps)
             walks = [partial(self._walk, d, steps, block) for block in blocks]
             if plan.single_threaded:
+                check_wanted()
                 with np.errstate(all="ignore"):
                     for task in (project, *walks):
                         task()

@@ -6,7 +6,7 @@ import heapq
 import threading
 from collections.abc import Callable, Sequence
 
-from service.kernels._blocks import helpers
+from service.kernels._blocks import check_wanted, helpers
 
 
 class Tasks:
@@ -73,6 +73,7 @@ class Tasks:
             try:
                 while (task := take(ended, wait=wait)) is not None:
                     ended, function = task
+                    check_wanted()
                     function()
                     del task, function
             except BaseException:

@@ -75,8 +75,8 @@ def gru_training(
     X [S, N, I], W [D, 3H, I], R [D, 3H, H], B [D, 6H], SL [N], H0 [D, N, H] -> HAll [S, D, N, H], HFinal [D, N, H],
     ZRH [S, D, N, 3H]. B and H0 are zeros if left out. Sequence n runs SL[n] steps, or all steps if SL is left out.
     Reverse turns only those steps around, and HAll and ZRH are zero at later steps. `hidden_size` may be left out,
-    `activations` must be the default, and `clip` is refused. Raises `ShapeMismatch`, `InvalidTensor` and
-    `InvalidParameter`.
+    `activations` must be the default, and `clip` is refused. Raises `ShapeMismatch`, `InvalidTensor`,
+    `InvalidParameter`, and `TensorTooLarge` for work of more than about a minute.
     """
     plan = make_plan(X, R, SL, hidden_size, direction, linear_before_reset, activations, clip)
     S, N, H, D = plan.S, plan.N, plan.H, plan.D
@@ -119,7 +119,7 @@ def gru_grad(
     gates in GRUTraining's order: z, r, h, and of B the biases of W before those of R. HAll and ZRH must be
     GRUTraining's outputs; B, H0 and the gradients are zeros if left out. Beyond a sequence's length SL[n],
     dX is zero and the incoming gradients are ignored. Only the requested outputs are computed. The attributes are
-    those of GRUTraining. Raises `ShapeMismatch`, `InvalidTensor` and `InvalidParameter`.
+    those of GRUTraining. Raises `ShapeMismatch`, `InvalidTensor`, `InvalidParameter` and `TensorTooLarge`.
     """
     plan = make_plan(X, R, SL, hidden_size, direction, linear_before_reset, activations, clip)
     S, N, H, D = plan.S, plan.N, plan.H, plan.D

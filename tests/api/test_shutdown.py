@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import signal
 import socket
@@ -18,8 +19,11 @@ import pytest
 import safetensors.numpy
 
 from service.buffers.lmdb.store import LmdbStore
+from service.kernels._gru_forward import Forward
+from service.kernels._gru_plan import CHUNK_ROWS
+from tests.api.calls import saved
 from tests.faults.servers import Server
-from tests.serving import assert_problem, serving
+from tests.serving import assert_problem, in_flight, serving, wait_until
 
 SAFETENSORS = "application/vnd.safetensors"
 
@@ -63,6 +67,14 @@ def wait_until_nothing_is_taken(server: Server) -> None:
             return
         time.sleep(0.02)
     raise AssertionError("the server still accepts requests")
+
+
+def runs(process: int) -> bool:
+    """Return whether a process has not ended. One that nobody has waited for has no command."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes() != b""
+    except OSError:
+        return False
 
 
 def test_requests_in_flight_are_finished(server: Server) -> None:
@@ -142,6 +154,67 @@ def test_a_request_beyond_the_drain_timeout_is_answered_503(tmp_path: Path) -> N
             assert b"Idempotency-Key" in problem
         assert server.process.wait(30) == 0
         assert "Traceback" not in server.log.read_text()
+
+
+def begin_a_long_kernel(url: str, steps: int, units: int) -> socket.socket:
+    """Send a GRU's zeros, and return the connection once the server holds them."""
+    shapes = {"X": (steps, 1, 1), "W": (1, 3 * units, 1), "R": (1, 3 * units, units)}
+    content = gzip.compress(saved({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}), 1)
+    head = "POST /v1/ops/GRUTraining?outputs=HFinal HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\n"
+    head += f"Content-Type: {SAFETENSORS}\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), timeout=60)
+    connection.sendall(head.encode() + content)
+    wait_until(lambda: in_flight(url, "_bytes") > 4 * steps)
+    return connection
+
+
+def test_a_kernel_ends_between_chunks_once_its_client_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then its thread, the only one of the namespace, takes the next request."""
+    chunks, go_on, walk = list[slice](), threading.Event(), Forward._walk
+
+    def held(self: Forward, d: int, chunk: slice, block: slice) -> None:
+        chunks.append(chunk)
+        assert go_on.wait(60)
+        walk(self, d, chunk, block)
+
+    monkeypatch.setattr(Forward, "_walk", held)
+    monkeypatch.setattr("service.api.http.connection.ONE_WAY_SECONDS", 0.1)
+    with serving(threads=1) as url:
+        with begin_a_long_kernel(url, 20 * CHUNK_ROWS, 64):
+            wait_until(lambda: bool(chunks))
+        wait_until(lambda: in_flight(url, "_bytes") == 0)  # the server has noticed
+        go_on.set()
+        tensors = {"X": [[[1]]], "W": [[[1], [1], [1]]], "R": [[[1], [1], [1]]]}
+        httpx.post(f"{url}/v1/ops/GRUTraining", json=tensors, timeout=60).raise_for_status()
+    assert len(chunks) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_kernel_ends_with_the_drain(tmp_path: Path, workers: int) -> None:
+    with Server(tmp_path / "store", workers=workers, drain_timeout=2) as server:
+        with begin_a_long_kernel(server.url, 40_000, 512) as connection:
+            server.process.send_signal(signal.SIGTERM)
+            assert connection.recv(100).startswith(b"HTTP/1.1 503 ")
+        assert server.process.wait(60) == 0
+        assert "Requests that threads work on are given up: 1" in server.log.read_text()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_work_without_an_end_does_not_keep_the_server(tmp_path: Path, workers: int) -> None:
+    """What was acknowledged is there, and no process is left."""
+    with Server(tmp_path / "store", workers=workers, drain_timeout=1, module="tests.api.stuck") as server:
+        httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [1]}).raise_for_status()
+        processes = [server.process.pid, *server.workers()]
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+            connection.sendall(b"POST /v1/buffers/value?prefix=a HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+            wait_until(lambda: "stuck" in server.log.read_text())
+            assert httpx.post(f"{server.url}/v1/buffers/a/accumulate", json={"gradient": [1]}).json()["count"] == 1
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(60) == 1
+        assert "Work goes on 5 seconds after GRADSERVE_DRAIN_TIMEOUT" in server.log.read_text()
+        wait_until(lambda: not any(map(runs, processes)))
+    with Server(tmp_path / "store") as server:
+        assert httpx.get(f"{server.url}/v1/buffers/a").json()["count"] == 1
 
 
 def test_a_second_signal_stops_the_server_at_once_without_loss(server: Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from service.dtypes import DTYPES, Array
 from service.errors import GradserveError, InvalidParameter, InvalidTensor, ShapeMismatch, TensorTooLarge
-from service.kernels import Workspace, _blocks, _gru_backward, _gru_plan, workspace
+from service.kernels import Workspace, _blocks, _gru_backward, _gru_forward, _gru_plan, workspace
 from service.kernels.gru import gru_grad, gru_training
 from tests.kernels.gru_reference import gru, gru_gradient
 
@@ -480,6 +481,35 @@ def test_steps_that_are_not_computed_are_no_work() -> None:
         X = np.broadcast_to(np.float32(0), (S, N, 2))
         plan = _gru_plan.make_plan(X, np.zeros((1, 12, 4)), SL, None, "forward", 0, None, None)
         assert plan.multiply_adds < 1000
+
+
+@pytest.mark.parametrize("H", [4, 64])
+@pytest.mark.parametrize("kernel", [_gru_forward.Forward, _gru_backward.Backward])
+def test_it_ends_between_chunks_once_nobody_waits(kernel: Any, H: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without helpers and with them, for H = 64 is much work. Each chunk has 16 steps."""
+    given = case(S=1024, N=40, H=H, dtype=np.float32)
+    HAll, _, ZRH = train(*given.values())
+    walks, walk = list[slice](), kernel._walk
+
+    def counted(self: Any, d: int, chunk: slice, block: slice) -> None:
+        walks.append(chunk)
+        walk(self, d, chunk, block)
+
+    def claim(size: int) -> None:
+        if len(walks) > 3:
+            raise ConnectionError("nobody waits")
+
+    monkeypatch.setattr(kernel, "_walk", counted)
+    plan = _gru_plan.make_plan(given["X"], given["R"], None, None, "forward", 0, None, None)
+    assert plan.single_threaded == (H == 4)
+    call = (
+        partial(back, *given.values(), HAll, ZRH)
+        if kernel is _gru_backward.Backward
+        else partial(train, *given.values())
+    )
+    with ThreadPoolExecutor(2) as pool, workspace(Workspace(pool, 2, claim=claim)), pytest.raises(ConnectionError):
+        call()
+    assert 3 < len(walks) < 8
 
 
 @pytest.mark.parametrize("name", ["HAll", "ZRH", "grad_HAll", "grad_Ht"])

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from starlette.requests import ClientDisconnect
+
 from service.engine.engine import Engine
 from service.errors import Busy
 
@@ -86,11 +88,15 @@ class Admission:
         reservation.admitted = True
 
     def reserve(self, reservation: Reservation, size: int) -> None:
-        """Let the request hold `size` bytes more. Raises `Busy`."""
-        if size <= SMALL_BYTES:
-            return
+        """Let the request hold `size` bytes more. Raises `Busy`.
+
+        Raises `ClientDisconnect` if the request has ended: the client has left, or the server stops. That ends the work
+        of a pool thread for it.
+        """
         with self._lock:
-            if reservation.released:  # the client has left, but a pool thread still works on its request
+            if reservation.released:
+                raise ClientDisconnect
+            if size <= SMALL_BYTES:
                 return
             self._check_room(reservation, size)
             reservation.reserved = time.monotonic()

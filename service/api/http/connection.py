@@ -32,6 +32,10 @@ MAX_WAITING_BYTES = 1 << 16
 HANDSHAKE_SECONDS = 10.0
 """Seconds for a TLS handshake, which takes two round trips. The connection counts like any other meanwhile."""
 
+ONE_WAY_SECONDS = 10.0
+"""Seconds for an answer to begin after its client has closed its own direction. Most such clients have left, and their
+kernels would run for nobody."""
+
 logger = logging.getLogger("uvicorn.error")
 
 
@@ -111,7 +115,13 @@ class Connection(Wire):
             return False
         self.client_ended = True
         exchange.wake()
+        self.loop.call_later(ONE_WAY_SECONDS, self._give_up)
         return True
+
+    def _give_up(self) -> None:
+        """End the connection of a client that has probably left, unless the answer has begun."""
+        if self._exchange is not None and not self._exchange.is_started:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

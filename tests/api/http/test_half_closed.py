@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,35 @@ def test_requests_in_the_pool_are_answered(monkeypatch: pytest.MonkeyPatch) -> N
             with connection:
                 assert connection.answer().status == 200
                 assert connection.is_closed()
+
+
+def test_an_answer_that_does_not_begin_soon_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection ends while the kernel still runs. An answer that has begun arrives whole."""
+    let_go = threading.Event()
+
+    def run(*_: Any, **__: Any) -> dict[str, Any]:
+        assert let_go.wait(30)
+        return {}
+
+    monkeypatch.setattr(Engine, "run", run)
+    monkeypatch.setattr("service.api.http.connection.ONE_WAY_SECONDS", 0.2)
+    body = b'{"shape": [1], "indices": [0], "grad": [1.0]}'
+    head = b"POST /v1/ops/GatherGrad HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    value = b"GET /v1/buffers/large/value HTTP/1.1\r\nHost: x\r\nAccept: application/vnd.safetensors\r\n\r\n"
+    with serving(threads=1) as url:
+        httpx.put(f"{url}/v1/buffers/large", json={"shape": [4 << 20]}).raise_for_status()
+        with Connection(url) as connection:
+            half_close(connection, head % len(body) + body)
+            assert connection.is_closed()
+        wait_until(lambda: in_flight(url) == 0)
+        assert counted(url, 499) == 1
+        let_go.set()
+        with Connection(url) as connection:
+            connection.send(value)
+            size = int(connection.head()[1]["content-length"])
+            connection.socket.shutdown(socket.SHUT_WR)
+            time.sleep(0.5)
+            assert len(connection._stream.read(size)) == size
 
 
 @pytest.mark.parametrize("sent", [ADD[:-1], ADD[:40], LAST[:-2], v1(LARGE).whole()[:-1]])
