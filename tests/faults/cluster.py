@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import threading
@@ -120,21 +121,44 @@ class Adder:
         return {"small": small, "large": np.broadcast_to(small, (REPEATS, CLIENTS, 3))}
 
 
+class Reader:
+    """A client that reads. No answer may be of an earlier moment than the answer before, also after a failover."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = urls
+
+    def run(self, stop: threading.Event) -> None:
+        counts = [0]
+        with Balanced(self._urls) as client:
+            ways: list[Callable[[], Any]] = [
+                lambda: client.metadata("small"),
+                lambda: client.done("GET", "/v1/buffers/small/value"),
+                lambda: client.values("small")[0]["small"],
+                lambda: client.done("GET", "/v1/buffers", params={"prefix": "small"})["buffers"][0],
+            ]
+            for read in itertools.cycle(ways):
+                if stop.wait(0.01):
+                    return
+                counts.append(read()["count"])
+                assert counts[-1] >= counts[-2], counts[-3:]
+
+
 class Load:
-    """Eight clients that add until the context is left. Then every add must be there, once."""
+    """Eight clients that add, and one that reads, until the context is left. Then every add must be there, once."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = urls
         self.adders = [Adder(urls, row) for row in range(CLIENTS)]
         self._stop = threading.Event()
-        self._threads = ThreadPoolExecutor(CLIENTS)
+        self._threads = ThreadPoolExecutor(CLIENTS + 1)
         self._running: list[Future[None]] = []
 
     def __enter__(self) -> Load:
         with Balanced(self._urls) as client:
             client.create("small", (CLIENTS, 3))
             client.create("large", (REPEATS, CLIENTS, 3))
-        self._running = [self._threads.submit(one.run, self._stop) for one in self.adders]
+        runners: list[Adder | Reader] = [*self.adders, Reader(self._urls)]
+        self._running = [self._threads.submit(one.run, self._stop) for one in runners]
         self.go_on()
         return self
 
@@ -189,9 +213,14 @@ class Pair:
         self.primary.create()
         self.primary.start()
         self.standby.follow(self.primary)
-        hosts = ",".join(f"127.0.0.1:{one.port}" for one in (self.primary, self.standby))
-        self.url = f"postgresql://postgres@{hosts}/postgres?target_session_attrs=read-write"
+        self.url = self.url_of(self.primary, self.standby)
         """The URL with both hosts, whichever of them is the primary."""
+
+    @staticmethod
+    def url_of(*hosts: Cluster) -> str:
+        """Return the URL with these hosts, which are tried in their order."""
+        places = ",".join(f"127.0.0.1:{one.port}" for one in hosts)
+        return f"postgresql://postgres@{places}/postgres?target_session_attrs=read-write"
 
     def promote(self) -> None:
         """Make the standby the primary. The other is dead."""

@@ -232,9 +232,9 @@ def test_a_refused_push_is_not_answered_before_the_standby_has_it(pair: Pair, tm
 
 def test_the_old_primary_acknowledges_nothing(pair: Pair, tmp_path: Path) -> None:
     """It comes back and takes itself for the primary: new replicas find it first. Nothing of it may be lost later."""
-    with replicas(1, tmp_path, pair.url, durability="replicated") as (server,), Client(server.url) as client:
+    old, url = pair.primary, pair.url_of(pair.primary, pair.standby)
+    with replicas(1, tmp_path, url, durability="replicated") as (server,), Client(server.url) as client:
         client.create("w", (3,))
-        old = pair.primary
         old.stop(signal.SIGKILL)
         pair.promote()
         old.start()
