@@ -116,7 +116,7 @@ class Cluster:
 
     def promote(self) -> None:
         """Make a primary of the standby. It does not wait for a standby of its own yet."""
-        self.execute("select pg_promote()")
+        self.execute("select pg_promote(false)")  # what waits for the end of recovery, recovery may cancel
         self._wait_for(self, "select pg_is_in_recovery()", False)
 
     def set(self, **settings: str) -> None:
