@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.buffers import failpoints
+from service.buffers import failpoints, perform
 from service.buffers.changes import Add, Create, Delete, Zero
-from service.buffers.packed import FORMAT
-from service.buffers.perform import Request
-from service.buffers.postgres import compactor, connections, failures, janitor, watcher
+from service.buffers.names import BufferName
+from service.buffers.packed import FORMAT, unpack_record
+from service.buffers.perform import Request, Wide
+from service.buffers.postgres import batch, compactor, connections, failures, janitor, watcher
 from service.buffers.postgres import store as store_module
-from service.errors import StoreFailed, UnknownBuffer
+from service.buffers.record import Record
+from service.errors import StoreFailed, TooManyTensors, UnknownBuffer
 from tests.buffers.calls import add, create, do, key, ones, spec, value
 from tests.buffers.postgres import Schema, until, until_changed
 from tests.buffers.stores import PATIENCE
@@ -403,3 +405,29 @@ def test_only_the_clock_of_the_database_counts(schema: Schema) -> None:
         patch.setattr(time, "time", lambda: 4e9)
         assert ahead.submit(sent).result(PATIENCE).replayed
         assert ahead.record("w").updated < 4e9
+
+
+def test_records_that_are_too_large_are_not_loaded(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database sends none of them. Requests that are too large only together are made one after another."""
+    store = schema.open()
+    create(store, "a", "b", "c")
+    add(store, "a", 1.0)
+    monkeypatch.setattr(perform, "MAX_CHANGED_BYTES", 2 * store.record_bytes(["a"]))
+    loaded: list[BufferName] = []
+
+    def unpack(name: BufferName, packed: bytes) -> Record:
+        loaded.append(name)
+        return unpack_record(name, packed)
+
+    monkeypatch.setattr(batch, "unpack_record", unpack)
+    for request in (
+        Request([Add(name=name, gradient=ones(2)) for name in "abc"]),
+        Request([], wide=Wide("", lambda name: Zero(name=name))),
+    ):
+        with pytest.raises(TooManyTensors, match="send it in parts"):
+            store.submit(request).result(PATIENCE)
+    assert not loaded
+    made = [store.submit(Request([Add(name=name, gradient=ones(2))])) for name in "abc" * 20]
+    counts = [each.result(PATIENCE).receipts[name]["count"] for each, name in zip(made, "abc" * 20, strict=True)]
+    assert counts[-3:] == [21, 20, 20]
+    assert len(loaded) >= 60

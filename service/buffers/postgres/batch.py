@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import psycopg
 from psycopg.errors import DiskFull
 
+from service.buffers import perform
 from service.buffers.changes import Create
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
@@ -73,7 +74,8 @@ class Batch:
     def lock(self, database: Database, connection: Connection, key_seconds: float) -> Found | None:
         """Begin the transaction, and return what it finds; None if an earlier attempt was committed after all.
 
-        Raises `StagedLostError`, and `NoStandbyError` if the commit would not wait for one.
+        Raises `TooManyTensors` if all records are too large together, `StagedLostError`, and `NoStandbyError` if the
+        commit would not wait for one.
         """
         parts = [one.request.part for one in self.submissions if one.request.part is not None]
         own_keys = [one.request.key for one in self.submissions if one.request.key is not None]
@@ -96,13 +98,13 @@ class Batch:
         growing = sorted(creating | {namespace for namespace, _ in wide})
         blobs = [blob for one in self.submissions for blob in one.staged.values()]
         locks = sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing)
-        named = columns(names, 2)
+        named, most = columns(names, 2), perform.MAX_CHANGED_BYTES
         said += connection.exchange(
             [
                 *keys_first,
                 sql.LOCK(sql.NAMESPACE_LOCK, locks) if locks else None,
                 sql.COUNTS(growing, clock) if growing else None,
-                sql.WIDE_RECORDS(*named, *columns(wide, 2)) if wide else sql.LOCKED_RECORDS(*named),
+                sql.WIDE_RECORDS(most, *named, *columns(wide, 2)) if wide else sql.LOCKED_RECORDS(most, *named),
                 sql.CLAIM(blobs) if blobs else None,
                 STAGED_VALUES([*pushes.values]) if pushes.values else None,
                 sql.TIME(clock),
@@ -122,6 +124,8 @@ class Batch:
         if blobs and claimed != [(len(blobs),)]:
             raise StagedLostError
         pushes.values = {value for (value,) in staged}
+        if any(packed is None for _, _, packed, _ in rows):
+            perform.check_records(most + 1)
         records, seqs = _records(names, rows)
         return Found(records, known, Counter(dict(counts)), seqs, pushes)
 

@@ -75,24 +75,34 @@ COUNTS = Statement("""
     group by namespace
 """)
 
-LOCKED_RECORDS = Statement("""
+_WITHIN = """
+    with locked as materialized ({}), total as (select sum(octet_length(record)) as bytes from locked)
+    select namespace, name, case when bytes <= $1::bigint then record end, seq from locked, total
+"""
+"""No record if all have more bytes: they would take too much memory."""
+
+LOCKED_RECORDS = Statement(
+    _WITHIN.format("""
     select buffers.namespace, buffers.name, buffers.record, buffers.seq
-    from unnest($1::text[], $2::text[]) as wanted(namespace, name)
+    from unnest($2::text[], $3::text[]) as wanted(namespace, name)
     join buffers on buffers.namespace = wanted.namespace collate "C" and buffers.name = wanted.name collate "C"
     order by buffers.namespace, buffers.name for update of buffers
 """)
+)
 
-WIDE_RECORDS = Statement("""
+WIDE_RECORDS = Statement(
+    _WITHIN.format("""
     select namespace, name, record, seq from buffers
     where (namespace, name) in (
-        select namespace collate "C", name collate "C" from unnest($1::text[], $2::text[]) as wanted(namespace, name)
+        select namespace collate "C", name collate "C" from unnest($2::text[], $3::text[]) as wanted(namespace, name)
         union
-        select buffers.namespace, buffers.name from unnest($3::text[], $4::text[]) as wanted(namespace, prefix)
+        select buffers.namespace, buffers.name from unnest($4::text[], $5::text[]) as wanted(namespace, prefix)
         join buffers on buffers.namespace = wanted.namespace collate "C"
             and buffers.name >= wanted.prefix collate "C" and starts_with(buffers.name, wanted.prefix)
     )
     order by namespace, name for update of buffers
 """)
+)
 """The same with all buffers of some prefixes: in one statement, which locks them in the order of their names."""
 
 CLAIM = Statement(
