@@ -47,7 +47,7 @@ MANY = 98_304
 AT_ONCE = Settings.model_fields["max_tensors"].default
 """As many of them as a request may change: they share a prefix."""
 
-HEAVY = [f"heavy.{number}" for number in range(400)]
+HEAVY = [f"heavy.{number}" for number in range(300)]
 """Buffers that expect as many contributors as they may, and have them all."""
 
 OLD = [f"old.{number}" for number in range(50)]

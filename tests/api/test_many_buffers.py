@@ -17,7 +17,7 @@ from service.buffers import failpoints
 from service.buffers.epochs import MAX_CONTRIBUTORS_BYTES
 from service.buffers.perform import MAX_CHANGED_BYTES
 from tests.api.calls import add, create, fresh, metadata, ok, state
-from tests.api.headers import KEY
+from tests.api.headers import KEY, REPLAYED
 from tests.api.test_memory import Memory
 from tests.faults.servers import Server
 from tests.serving import assert_problem, in_flight, serving, wait_until
@@ -93,6 +93,21 @@ def test_a_request_changes_a_bounded_number_of_buffers(change: str) -> None:
         assert CHANGES["zero"](client).status_code == 200
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_repeated_request_is_answered_after_a_limit_was_lowered(tmp_path: Path, named: bool) -> None:
+    names = [f"p.{number}" for number in range(3)]
+    request = {"json": {"names": names}} if named else {"params": {"prefix": "p."}}
+    answers = []
+    for most in (3, 2):
+        with serving(store=f"lmdb:{tmp_path}/store", max_tensors=most) as url, httpx.Client(base_url=url) as client:
+            for name in names:
+                client.put(f"/v1/buffers/{name}", json={"shape": [1]})
+            answers.append(client.post("/v1/buffers/zero", headers={KEY: "k"}, **request))
+            assert metadata(client, "p.2")["epoch"] == 1
+    first, again = answers
+    assert (ok(again), again.headers[REPLAYED]) == (ok(first), "true")
+
+
 def test_rules_of_many_buffers_are_bounded_in_bytes(http: httpx.Client) -> None:
     """Together they would have more bytes than a request may write."""
     count, prefix = MAX_CHANGED_BYTES // len("".join(CROWD).encode()) + 1, fresh("many")
@@ -126,13 +141,13 @@ def test_a_page_ends_by_bytes(http: httpx.Client) -> None:
 # ----- memory -----
 
 
-COUNT = 400
+COUNT = 300
 """Buffers of the largest records: a request for all of them may not take all memory of this server."""
 
 
 @pytest.fixture(scope="module")
 def heavy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yield a server that may hold 16 MB, with buffers whose records have 13 MB together."""
+    """Yield a server that may hold 16 MB, with buffers whose records have 10 MB together."""
     store = tmp_path_factory.mktemp("heavy") / "store"
     with (
         Server(store, max_bytes_in_flight=16 << 20, max_tensor_bytes=4 << 20, reuse_bytes=0, threads=2) as server,

@@ -15,8 +15,8 @@ from service.api.http.offload import INLINE_LOOKUPS
 from service.buffers.changes import Change
 from service.buffers.memory_state import room_of
 from service.buffers.names import check_name
-from service.buffers.perform import Outcome, Wide, check_records
-from service.buffers.record import Known, unknown_prefix
+from service.buffers.perform import Outcome, Wide
+from service.buffers.record import unknown_prefix
 from service.errors import Invalid, TooManyTensors, UnknownBuffer, shown
 
 R = TypeVar("R")
@@ -103,15 +103,9 @@ async def names_with_prefix(call: Call, received: Received, prefix: str) -> list
     """Return the buffers with the prefix; for a repeated request, the buffers of the original."""
     known = await call.look_up(1, recalled, call.store, received.key)
     if known is not None:
-        reserve_receipts(call, known)
         return [*known.receipts]
     names = await call.look_up(1, call.store.names, prefix, INLINE_LOOKUPS + 1)
     return names if len(names) <= INLINE_LOOKUPS else await call.offload(False, call.store.names, prefix)
-
-
-def reserve_receipts(call: Call, known: Known) -> None:
-    """Reserve memory for the receipts of a repeated request, as objects and as text. Raises `Busy`."""
-    call.reserve(2 * room_of(known))
 
 
 async def change_all(
@@ -130,17 +124,18 @@ async def change_all(
     Then `names` are the buffers that had the prefix a moment ago. They say how much memory the request needs. The
     request adds `growth` bytes to each record. Raises `TooManyTensors`.
     """
-    most = call.engine.limits.max_tensors
-    if len(names) > most:
+    most, known = call.engine.limits.max_tensors, None
+    if received.key is not None:
+        known = await call.look_up(1, recalled, call.store, received.key, names)
+    if known is not None:
+        call.reserve(2 * room_of(known))  # its receipts, as objects and as text
+    elif len(names) > most:
         raise TooManyTensors(
             f"The request would change {len(names)} buffers at once; the limit is {most} (GRADSERVE_MAX_TENSORS): send"
             " it in parts, with longer prefixes, or with names, which GET /v1/buffers lists",
             limit=most,
         )
-    check_records(growth * len(names))
-    if prefix is None and (known := await call.look_up(1, recalled, call.store, received.key, names)) is not None:
-        reserve_receipts(call, known)
     changes = await call.offload(len(names) <= INLINE_LOOKUPS, lambda: [*map(change, names)])
     wide = None if prefix is None else Wide(prefix, change, may_fit_none)
-    async with reserved(call, names, form, growth):
+    async with reserved(call, names, form, growth if known is None else None):
         return await call.submit(changes, received.key, wide=wide)

@@ -17,7 +17,7 @@ from service.api.http.negotiation import invalid_parameter, media_types, paramet
 from service.api.http.offload import INLINE_BYTES
 from service.buffers.changes import Change
 from service.buffers.names import BufferName
-from service.buffers.perform import Outcome
+from service.buffers.perform import Outcome, check_records
 from service.buffers.pushes import Part
 from service.buffers.record import Key, Record
 from service.buffers.rules import CloseIfDue
@@ -177,12 +177,12 @@ async def submit(
 
 @asynccontextmanager
 async def reserved(
-    call: Call, names: Sequence[str], form: AnswerForm | None = None, growth: int = 0
+    call: Call, names: Sequence[str], form: AnswerForm | None = None, growth: int | None = None
 ) -> AsyncIterator[None]:
     """Reserve memory for the records of these buffers, and for their values in an answer, until the request ends.
 
-    The request adds `growth` bytes to each record. A failed attempt gives the memory back: the request may wait for
-    long before the next attempt. Raises `Busy` and `TensorTooLarge`.
+    A new change of them all adds `growth` bytes to each record. A failed attempt gives the memory back: the request may
+    wait for long before the next attempt. Raises `Busy`, `TensorTooLarge` and, for a change, `TooManyTensors`.
     """
     taken = []
 
@@ -191,8 +191,12 @@ async def reserved(
         taken.append(size)
 
     try:
-        records = await call.look_up(len(names), call.store.record_bytes, names) if len(names) > 1 else 0
-        reserve(RECEIPT_BYTES * len(names) + RECORD_FACTOR * (records + growth * len(names)))
+        records = (growth or 0) * len(names)
+        if len(names) > 1:
+            records += await call.look_up(len(names), call.store.record_bytes, names)
+        if growth is not None:
+            check_records(records)
+        reserve(RECEIPT_BYTES * len(names) + RECORD_FACTOR * records)
         if form is not None:
             reserve(await call.look_up(len(names), _value_bytes, call.store, names, form))
         yield
