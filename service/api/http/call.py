@@ -220,8 +220,10 @@ class Call:
         """
         began = time.perf_counter_ns()
         try:
-            made = asyncio.wrap_future(self.store.submit(StoreRequest(changes, key, sources, wide, part)))
-            return await (made if len(changes) <= INLINE_LOOKUPS else while_connected(self.receive, made))
+            request = StoreRequest(changes, key, sources, wide, part)
+            if len(changes) <= INLINE_LOOKUPS:
+                return await asyncio.wrap_future(self.store.submit(request))
+            return await while_connected(self.receive, asyncio.wrap_future(self.store.submit(request)))
         finally:
             self.spent["store"] = time.perf_counter_ns() - began
 
