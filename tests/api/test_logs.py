@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api.telemetry.logs import StoreLog
+from service.api.telemetry import logs
 from service.errors import BufferCorrupt, KeysFull, StoreFailed, StoreFull, UnknownBuffer
 from service.keys import add
 from tests.faults.servers import Server
@@ -84,15 +83,19 @@ def test_a_full_store_is_one_line_a_minute(tmp_path: Path) -> None:
     assert found == [answers[0].json()["detail"]]
 
 
-def test_each_fault_of_a_store_has_lines_of_its_own(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_fault_of_a_store_has_lines_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     faults = (StoreFull("a"), StoreFull("b"), KeysFull("c"), StoreFailed("d"), BufferCorrupt("e"), UnknownBuffer("f"))
-    monkeypatch.setattr(logging.getLogger("gradserve"), "propagate", True)
-    log = StoreLog()
+    lines: list[object] = []
+    monkeypatch.setattr(logs.store_logger, "warning", lambda *line: lines.append(line[1:]))
+    log = logs.StoreLog()
     for error in faults:
         log.note(error)
-    assert [message[-1] for message in caplog.messages] == ["a", "c", "d", "e"]
+    assert lines == [
+        (507, "store_full", "a"),
+        (507, "keys_full", "c"),
+        (503, "store_failed", "d"),
+        (500, "buffer_corrupt", "e"),
+    ]
 
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "a\tb", "\xe9"])
