@@ -44,12 +44,15 @@ def max_connections() -> float:
 def close_longest_idle(connections: Collection[Wire]) -> list[Wire]:
     """Abort the connections that have been idle longest, and return them.
 
-    Those that never sent a request come first. The newest of them come last: they have had no time for it.
+    Those that never sent a request come first. The newest of them come last: they have had no time for it. Before them
+    come those whose clients have longest left an answer unread.
     """
+    unread = [one for one in connections if one.unread_since < one.due == math.inf]
+    slow = sorted(unread, key=lambda one: one.unread_since)
     idle = sorted((one for one in connections if one.due < math.inf), key=lambda one: one.due)
     count = max(1, len(idle) // CLOSED_PART)
     silent, asked = [one for one in idle if not one.has_asked], [one for one in idle if one.has_asked]
-    closed = [*silent[:-count], *asked, *silent[-count:]][:count]
+    closed = [*silent[:-count], *asked, *slow, *silent[-count:]][:count]
     for one in closed:
         one.transport.abort()
     return closed

@@ -8,6 +8,7 @@ often loses the answer on its way.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -130,6 +131,11 @@ class Wire(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._filled_at, self._filled = self.loop.time(), self.transport.get_write_buffer_size()
         self.writable.clear()
+
+    @property
+    def unread_since(self) -> float:
+        """The loop's time when the client fell behind; infinite if it has read all that was written."""
+        return math.inf if self.writable.is_set() else self._filled_at
 
     def resume_writing(self) -> None:
         self._unsent = 0  # the client reads

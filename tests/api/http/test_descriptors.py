@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import resource
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -120,6 +121,16 @@ def test_connections_that_end_keep_nobody_out(server: Server) -> None:
             connection.socket.settimeout(2)
             connection.send(b"nonsense\r\n\r\n")
             assert connection.answer().status == 400
+        assert_serves(server.url)
+
+
+def test_clients_that_read_nothing_keep_nobody_out(server: Server) -> None:
+    """The page and the documentation need no key, so that anyone can ask for much of them."""
+    with clients(server.url, 2 * HARD) as silent:
+        for connection in silent:
+            with suppress(ConnectionError):
+                connection.send(LIVE.replace(b"/v2/health/live", b"/docs/swagger-ui-bundle.js") * 10)
+        time.sleep(0.5)
         assert_serves(server.url)
 
 
