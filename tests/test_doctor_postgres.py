@@ -77,7 +77,12 @@ DAMAGE = {
     f"delete from deltas where value = {SMALL} and seq = 3": [HURT["small"]],
     f"delete from deltas where value = {SMALL}": [HURT["small"]],
     f"update deltas set data = substr(data, 2) where value = {SMALL} and seq = 1": [HURT["small"]],
+    f"update deltas set dtype = 'x' where value = {SMALL} and seq = 1": [HURT["small"]],
+    f"update deltas set shape = '[7]' where value = {SMALL} and seq = 1": [HURT["small"]],
+    "update buffers set seq = 1 where name = 'small'": [HURT["small"]],
     "delete from chunks where number = 1 and blob = (select min(blob) from deltas)": [HURT["large"]],
+    "insert into chunks select min(blob), 9, 'abc' from deltas": [HURT["large"]],
+    "update deltas set shape = '[1000000000000]' where blob = (select min(blob) from deltas)": [HURT["large"]],
     "delete from chunks where blob = (select max(blob) from deltas where seq > 1)": [
         "epoch N of the buffer 'taken' is damaged"
     ],

@@ -59,7 +59,7 @@ def examine(url: str, max_bytes: int, schema: str = "gradserve") -> Iterator[str
         try:
             with opened.reading() as moment, np.errstate(all="ignore"):
                 lines.extend(_examined(moment))  # all at once: a slow terminal must not hold the reader
-        except StoreFailed as error:
+        except (BufferCorrupt, StoreFailed) as error:
             lines.append(f"{WRONG}{error}")
         yield from lines
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from psycopg import errors
 
 from service.buffers.changes import Add, Delete, Take, Zero
+from service.buffers.doctor import examine
 from service.buffers.perform import Request
 from service.buffers.postgres import compactor, failures, janitor
 from service.errors import BufferCorrupt
 from tests.buffers.calls import add, create, do, ones, part, value
 from tests.buffers.postgres import Schema, until
 from tests.buffers.stores import PATIENCE, Gate
-from tests.postgres import cluster
+from tests.postgres import Cluster, cluster
 
 LARGE = 40_000
 """Elements of a float32 gradient that is a blob of three rows."""
@@ -173,6 +175,15 @@ def test_a_record_that_is_behind_its_gradients_is_damaged_at_once(
     assert value(store, "hurt").tolist() == [1, 1]
 
 
+def lose_page(server: Cluster, schema: Schema, relation: str) -> None:
+    """Damage the first page of a relation on the disk."""
+    ((file,),) = schema.ask(f"select pg_relation_filepath({relation})")
+    server.stop()
+    with (server.directory / file).open("r+b") as pages:
+        pages.write(b"\xff" * 8192)
+    server.start()
+
+
 @pytest.mark.parametrize("size", [10_000, LARGE])
 def test_a_gradient_that_the_database_cannot_read_harms_one_buffer(size: int) -> None:
     """A page is damaged on the disk. Then the database raises an error of its own, which no retry heals."""
@@ -184,13 +195,12 @@ def test_a_gradient_that_the_database_cannot_read_harms_one_buffer(size: int) ->
         for name in ("hurt", "well"):
             add(store, name, numbers)
         schema.close()
+        assert not [line for line in examine(server.url, 1 << 30, schema.name) if line.startswith("WRONG: ")]
         table = "chunks" if size == LARGE else "deltas"
-        path = f"select pg_relation_filepath(reltoastrelid) from pg_class where oid = '{table}'::regclass"
-        ((file,),) = schema.ask(path)
-        server.stop()
-        with (server.directory / file).open("r+b") as pages:
-            pages.write(b"\xff" * 8192)
-        server.start()
+        lose_page(server, schema, f"(select reltoastrelid from pg_class where oid = '{table}'::regclass)")
+        wrong = [line for line in examine(server.url, 1 << 30, schema.name) if line.startswith("WRONG: ")]
+        assert wrong[:1] == ["WRONG: the running value of the buffer 'hurt' is damaged"]
+        assert not any("'well'" in line for line in wrong)
         store = schema.open()
         began = time.monotonic()
         for use in (
@@ -209,4 +219,29 @@ def test_a_gradient_that_the_database_cannot_read_harms_one_buffer(size: int) ->
         if size == LARGE:  # a row of numbers cannot even be deleted
             do(store, Zero(name="hurt"))
             assert (value(store, "hurt") == 0).all()
+        schema.close()
+
+
+def test_records_that_the_database_cannot_read_are_damage_and_not_an_absence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.01)
+    with cluster() as server:
+        schema = Schema(server.url)
+        create(schema.open(), "w", ttl_seconds=1000.0)
+        schema.close()
+        lose_page(server, schema, "'buffers'::regclass")
+        (wrong,) = [line for line in examine(server.url, 1 << 30, schema.name) if line.startswith("WRONG: ")]
+        assert "invalid page in block 0" in wrong
+        store = schema.open()
+        uses: list[Callable[[], object]] = [
+            store.records,
+            lambda: store.record("w"),
+            lambda: store.read(["w"]),
+            lambda: do(store, Delete(name="w")),
+            lambda: create(store, "w"),
+        ]
+        for use in uses:
+            with pytest.raises(BufferCorrupt, match="the log of the server says how"):
+                use()
+        until(lambda: schema.ask("select 1 from counts"), "the janitor does not count")
+        store.check()
         schema.close()

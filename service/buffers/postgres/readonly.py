@@ -98,7 +98,9 @@ class PostgresMoment:
         deltas: Iterable[Delta] = ()
         if value is not None:
             deltas = complete(value, stream(self._connection, [value]), self._seqs.get(value))
-        yield total(self._connection, spec, deltas, np.empty)
+        with _operator_errors(), self._connection.transaction():  # what the database cannot read ends a savepoint only
+            numbers = total(self._connection, spec, deltas, np.empty)
+        yield numbers
 
     def faults(self) -> list[str]:
         return []
@@ -177,8 +179,9 @@ def _damaged_pushes(connection: Connection, staged: set[int]) -> Iterator[str]:
         staged.update(values)
         for value in values:
             try:
-                *_, delta = complete(value, stream(connection, [value]), 1)
-                read_numbers(connection, delta)
+                with _operator_errors(), connection.transaction():
+                    *_, delta = complete(value, stream(connection, [value]), 1)
+                    read_numbers(connection, delta)
             except BufferCorrupt:
                 yield f"{WRONG}a staged gradient of {shown} is damaged"
     yield f"{len(pushes)} incomplete pushes, {len(staged)} staged gradients"
