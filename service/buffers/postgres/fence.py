@@ -10,12 +10,15 @@ import threading
 from concurrent.futures import Future
 
 from service.buffers.postgres.connections import Database
-from service.buffers.postgres.failures import MovedError, retried
+from service.buffers.postgres.failures import MovedError, NoStandbyError, as_client_error, retried
 from service.buffers.store import without_traceback
 
 
 class Fence:
-    """Waits for the standby, `seconds` at most, once for all who wait. The first of them asks the database."""
+    """Waits for the standby, `seconds` at most, once for all who wait. The first of them asks the database.
+
+    Without a standby it waits for none: reads that wait take the threads of the pool from everybody else.
+    """
 
     def __init__(self, database: Database, seconds: float) -> None:
         self._database, self._seconds = database, seconds
@@ -47,4 +50,7 @@ class Fence:
 
     def _cross(self) -> str:
         with self._database.readers.lend(self._seconds) as connection:
-            return self._database.cross(connection)
+            try:
+                return self._database.cross(connection)
+            except NoStandbyError as error:
+                raise as_client_error(error) from None
