@@ -39,7 +39,7 @@ MOST_MISSING_NAMED = 3
 """Missing contributors that an error names: the metadata lists all."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Closed:
     """A closed epoch. Its sum has the id `value`, or None if nothing was added."""
 

@@ -43,7 +43,7 @@ RECEIPT_BYTES = 1 << 10
 MOST_CLOSED = 1000
 """Epochs that one transaction closes before a read: others wait for it."""
 
-RECORD_FACTOR = 12
+RECORD_FACTOR = 16
 """A record takes as many times its bytes in the store as memory: as objects, with its receipt, and as text."""
 
 
