@@ -97,6 +97,13 @@ def test_nothing_is_left_behind_if_containers_cannot_run(
     assert sorted(project.rglob("*")) == sorted([*before, project / "calls"])
 
 
+def test_no_other_user_reads_the_secrets_or_holds_their_lock(project: Path) -> None:
+    secrets = project / "deploy/secrets"
+    (secrets / "gradserve_keys.lock").touch(0o644)
+    assert up(project)[0] == 0
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (secrets, secrets / "gradserve_keys.lock")] == [0o700, 0o600]
+
+
 def test_the_password_of_the_database_lies_where_no_other_user_enters(project: Path) -> None:
     for place in ("deploy/secrets", "mine/deep", "private"):
         file = project / place / "gradserve_postgres"
