@@ -23,11 +23,14 @@ import numpy as np
 import pytest
 
 from service.buffers.postgres import PostgresStore, store
+from service.buffers.postgres.connections import Database
+from service.buffers.postgres.exchange import Connection
 from service.errors import StoreFailed
 from tests.buffers.answers import ANSWERS, prepare
 from tests.buffers.calls import add, create
 from tests.faults.cluster import Pair, replicas, wait
 from tests.faults.servers import PATIENCE, Client, new_key, tensors
+from tests.postgres import Cluster
 
 SECONDS = 1.0
 """How long an answer that needs no standby may take."""
@@ -266,6 +269,32 @@ def test_an_emptied_setting_acknowledges_nothing(pair: Pair, tmp_path: Path) -> 
             pair.primary.set(synchronous_standby_names="*")
             pair.standby.start()
             assert adding.result(PATIENCE)["count"] == 1
+
+
+def test_a_failover_between_a_read_and_its_fence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The standby of the next primary has all that this has, but not what was read."""
+    monkeypatch.setattr(store, "READ_SECONDS", PATIENCE)
+    schema, usual, servers, dead = f"s{new_key()}", Database.cross, list[str](), list[Cluster]()
+
+    def cross(self: Database, connection: Connection) -> str:
+        if servers and not dead:
+            dead.append(pair.primary)
+            pair.fail_over()
+        servers.append(usual(self, connection))
+        return servers[-1]
+
+    with (
+        closing(PostgresStore(pair.url, schema=schema, replicated=True)) as fenced,
+        closing(PostgresStore(pair.url, schema=schema)) as plain,
+    ):
+        create(fenced, "w")
+        monkeypatch.setattr(Database, "cross", cross)
+        assert fenced.durable(["w"])[0].count == 0
+        pair.standby.stop()
+        add(plain, "w", 1.0)
+        assert fenced.record("w").count == 1
+        assert fenced.durable(["w"])[0].count == 0
+        assert (len(servers), len({*servers})) == (3, 2)
 
 
 def test_reads_behind_a_silent_standby_leave_no_backends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
