@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -32,6 +33,18 @@ DIGEST_BYTES = 16
 
 _STATE = ("updated", "closed", "epoch", "version", "count", "weight")
 """The members of every receipt behind the name. Only the answer to a new buffer, or to new rules, has others."""
+
+_RULES = struct.Struct("<5q4d")
+"""The numbers of a specification: that of its elements, integers and others."""
+
+_NUMBERS = struct.Struct("<qddqqqdqd")
+"""The numbers of a record: id, created, updated, epoch, version, count, weight, value and began."""
+
+_CLOSED_NUMBERS = struct.Struct("<qqqdq")
+"""The numbers of a closed epoch: epoch, version, count, weight and value."""
+
+_PUSH_NUMBERS = struct.Struct("<qqddd")
+"""The numbers of a push: parts, epoch, weight, and the times of its beginning and its end."""
 
 _SHAPES = [_STATE, (*_STATE, "closed_by", "contributors")]
 """The members of receipts that are stored as a number: those of a receipt, and those of a closed epoch."""
@@ -87,16 +100,25 @@ def unpack_record(name: BufferName, packed: bytes | memoryview) -> Record:
         spec = _shared_spec(orjson.dumps(members))
         state[8] = tuple([_unpack_closed(spec, each) for each in state[8]])
         began, contributors = state[9:] or (None, {})
+        _NUMBERS.pack(*state[:7], *map(_zeroed, (state[7], began)))  # refuses other types
         return Record(name, spec, *[*state[:9], began, contributors, len(packed)])
-    except (LookupError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError, struct.error):
         problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
         raise BufferCorrupt(problem, buffer=str(name)) from None
 
 
 @lru_cache(MOST_SPECS)
 def _shared_spec(text: bytes) -> Spec:
-    """Return the specification of this text: one for all buffers that have it."""
-    return spec_of(orjson.loads(text))
+    """Return the specification of this text: one for all buffers that have it. Raises for types that no rule has."""
+    spec = spec_of(orjson.loads(text))
+    perhaps = (spec.quorum, spec.ttl_seconds, spec.deadline_seconds, spec.quorum_weight, spec.max_norm)
+    _RULES.pack(spec.size, spec.keep, spec.min_count, spec.per_contributor, *map(_zeroed, perhaps))
+    return spec
+
+
+def _zeroed(value: Any) -> Any:
+    """Return the value, or 0 for None."""
+    return 0 if value is None else value
 
 
 def _pack_closed(spec: Spec, closed: Closed) -> Sequence[Any]:
@@ -107,6 +129,7 @@ def _pack_closed(spec: Spec, closed: Closed) -> Sequence[Any]:
 
 
 def _unpack_closed(spec: Spec, packed: Sequence[Any]) -> Closed:
+    _CLOSED_NUMBERS.pack(*packed[:4], _zeroed(packed[4]))
     return Closed(*(packed if len(packed) > 5 else (*packed, _usual(spec, packed[2]))))
 
 
@@ -175,10 +198,11 @@ def unpack_push(packed: bytes | memoryview) -> Push:
     try:
         *common, parts, refusal = orjson.loads(packed)
         count, weight, epoch, contributor, began, until = common
+        _PUSH_NUMBERS.pack(count, _zeroed(epoch), weight, began, until)
         staged = {
             number: StagedPart(mark, {name: Staged(*each) for name, each in gradients.items()}, {**norms})
             for number, mark, gradients, norms in parts
         }
         return Push(count, weight, epoch, contributor, began, until, staged, refusal)
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, struct.error):
         raise BufferCorrupt("The stored parts of this push are damaged on the disk") from None

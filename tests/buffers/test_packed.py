@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -48,6 +49,20 @@ def test_what_nothing_has_packed_is_refused(packed: bytes) -> None:
         unpack_record(NAME, packed)
 
 
+@pytest.mark.parametrize("word", [b'"x"', b"[]", b"{}", b"[null]"])
+def test_a_number_of_another_type_is_damage(word: bytes) -> None:
+    """No request may fail at it later, as the janitor would that frees the values of an expired buffer."""
+    rules: dict[str, Any] = {"quorum_weight": 4.5, "per_contributor": 2, "deadline_seconds": 2.5, "min_count": 3}
+    closed = (Closed(0, 2, 2, 2.0, 3, "deadline"), Closed(1, 4, 1, 1.0, None))
+    full = spec((2, 3), quorum=5, keep=3, ttl_seconds=9.5, max_norm=1.5, **rules)
+    packed = pack_record(Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, 3.25))
+    numbers = [*re.finditer(rb"(?<=[\[,:])[\d.]+(?=[,\]}])", packed)]
+    assert len(numbers) == 10 + 9 + 9
+    for number in numbers:
+        with pytest.raises(BufferCorrupt, match="'a' is damaged"):
+            unpack_record(NAME, packed[: number.start()] + word + packed[number.end() :])
+
+
 KNOWN = Known(
     bytes(16), {"a": {"name": "a", "updated": True}, "b": {"name": "b", "count": 3}}, {"a": 7, "b": 0}, ("1-0-2",)
 )
@@ -72,7 +87,10 @@ def test_a_push_is_unpacked_as_it_was_packed() -> None:
         assert unpack_push(pack_push(each)) == each
 
 
-@pytest.mark.parametrize("packed", [b"", b"[]", b"[1,2]", b"{}", b"[1,1,1,1,1,1,[[1]],null]", b"[1,1,1,1,1,1,7,null]"])
+@pytest.mark.parametrize(
+    "packed",
+    [b"", b"[]", b"[1,2]", b"{}", b"[1,1,1,1,1,1,[[1]],null]", b"[1,1,1,1,1,1,7,null]", b'["x",1,1,"x",1,1,[],null]'],
+)
 def test_a_damaged_push_is_reported_as_damage(packed: bytes) -> None:
     with pytest.raises(BufferCorrupt):
         unpack_push(packed)
