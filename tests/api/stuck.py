@@ -1,4 +1,4 @@
-"""A server whose reads of values never end: python -m tests.api.stuck serve."""
+"""A server whose reads of values never end, and that ends a second after its drain: python -m tests.api.stuck serve."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from typing import Any, NoReturn
 
 from service import __main__
+from service.api import server
 from service.buffers.lmdb.store import LmdbStore
 
 
@@ -18,6 +19,7 @@ def stuck(*_: Any) -> NoReturn:
 
 
 if "pytest" not in sys.modules:  # in the worker processes, too, which import this module
+    server.LAST_SECONDS = 1
     LmdbStore.read = stuck  # type: ignore[assignment, method-assign]
 
 if __name__ == "__main__":
