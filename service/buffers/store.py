@@ -73,8 +73,8 @@ class Store(Protocol):
     Thread-safe. The caller owns what the store returns.
 
     Whatever an answer says is durable, whichever server wrote it: with `replicated`, the standby has it. So an answer
-    comes from `submit`, `durable`, `records`, `read`, `recall` or `pushes`. `record` and `look` show what may still be
-    lost, and only say what to do next.
+    comes from `submit`, `durable`, `records`, `names`, `read`, `recall` or `pushes`. `record` and `look` show what may
+    still be lost, and only say what to do next.
 
     `submit` never blocks. `records`, `read` and `size` may take long in every store. `record`, `durable`, `look`,
     `recall`, `now` and `generation` block only in a store that `blocks`: then the event loop must not call them.

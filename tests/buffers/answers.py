@@ -13,7 +13,19 @@ from service.buffers.store import Store
 from tests.buffers.calls import add, create, do, key, ones, part, spec
 from tests.buffers.stores import PATIENCE
 
-LOOKS = {"record", "look", "now", "generation", "check", "size", "measures", "replicas", "within", "close"}
+LOOKS = {
+    "record",
+    "record_bytes",
+    "look",
+    "now",
+    "generation",
+    "check",
+    "size",
+    "measures",
+    "replicas",
+    "within",
+    "close",
+}
 """Methods of a store that no answer about a buffer comes from."""
 
 
@@ -42,6 +54,7 @@ ANSWERS: dict[str, Callable[[Store], Any]] = {
     "durable": lambda store: store.durable(["w"]),
     "durable of an epoch": lambda store: store.durable(["w"], 0),
     "records": lambda store: store.records(),
+    "names": lambda store: store.names(""),
     "read": lambda store: store.read(["w"])[0].receipt(),
     "read of an epoch": lambda store: store.read(["w"], 0)[0].receipt(),
     "recall": lambda store: store.recall(key(caller=store.namespace), ["w"]),

@@ -154,7 +154,7 @@ class PostgresStore(Store):
         return self._read(lambda connection: page(lists.records(connection, *wanted), limit, most_bytes))
 
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
-        rows = self._ask(lists.NAMES(self.namespace, prefix, self._database.clock(), limit))
+        rows = self._ask(lists.NAMES(self.namespace, prefix, self._database.clock(), limit), fenced=True)
         return [name for (name,) in rows]
 
     def record_bytes(self, names: Sequence[str]) -> int:
