@@ -135,7 +135,9 @@ class MemoryStore(Store):
     def pushes(self, prefix: str = "", limit: int | None = None) -> list[tuple[str, Push]]:
         with self._lock:
             self._expire(self._clock())
-            own = {name: push for (namespace, name), push in self._state.pushes.items() if namespace == self.namespace}
+            own = (
+                (name, push) for (namespace, name), push in self._state.pushes.items() if namespace == self.namespace
+            )
             return listed(own, prefix, limit)
 
     def generation(self) -> int:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from heapq import nsmallest
 from itertools import islice
 from typing import Protocol, Self, TypeAlias, TypeVar
 
@@ -175,11 +176,17 @@ def settle(done: Future[Outcome], outcome: Outcome) -> None:
         done.set_exception(without_traceback(outcome.refusal))
 
 
-def listed(pushes: Mapping[str, Push], prefix: str, limit: int | None) -> list[tuple[str, Push]]:
-    """Return the pushes with a buffer of the prefix, in the order of their first parts, at most `limit`."""
-    found = sorted(pushes.items(), key=lambda each: (each[1].began, each[0]))
-    fits = (each for each in found if not prefix or any(name.startswith(prefix) for _, name, _ in each[1].gradients))
-    return [*islice(fits, limit)]
+def listed(pushes: Iterable[tuple[str, Push]], prefix: str, limit: int | None) -> list[tuple[str, Push]]:
+    """Return the pushes with a buffer of the prefix, in the order of their first parts, at most `limit`.
+
+    No others are kept in memory: a push may name thousands of buffers.
+    """
+
+    def order(each: tuple[str, Push]) -> tuple[float, str]:
+        return each[1].began, each[0]
+
+    fits = (each for each in pushes if not prefix or any(name.startswith(prefix) for _, name, _ in each[1].gradients))
+    return sorted(fits, key=order) if limit is None else nsmallest(limit, fits, key=order)
 
 
 def page(records: Iterable[Record], limit: int | None, most_bytes: int) -> list[Record]:

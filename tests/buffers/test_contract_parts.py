@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -357,6 +358,22 @@ def test_pushes_are_listed(namespace: Store) -> None:
     assert [name for name, _ in namespace.pushes()] == ["1", "2", "3"]
     assert [name for name, _ in namespace.pushes(limit=2)] == ["1", "2"]
     assert [name for name, _ in namespace.pushes(prefix="o")] == ["3"]
+
+
+def test_a_list_of_pushes_takes_no_memory_for_those_beyond_its_limit(store: Store) -> None:
+    """Each names hundreds of buffers, whatever their gradients have in bytes."""
+    names = [f"layers.{number}.weight" for number in range(500)]
+    create(store, *names)
+    for push in range(60):
+        part(store, 1, dict.fromkeys(names, ones(2)), push=f"{push}", request="a")
+    tracemalloc.start()
+    try:
+        found = store.pushes("layers.4", 2)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [(name, len(push.gradients)) for name, push in found] == [("0", 500), ("1", 500)]
+    assert peak < 4 << 20
 
 
 def test_staged_gradients_have_a_share_of_the_store(store: Store) -> None:

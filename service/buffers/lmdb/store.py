@@ -119,9 +119,9 @@ class LmdbStore(Store):
     def pushes(self, prefix: str = "", limit: int | None = None) -> list[tuple[str, Push]]:
         now = self._clock()
         with reading(self._env) as reader:
-            own = {name[1]: push for name, push in reader.pushes.all(self.namespace) if push is not None}
-        sent = {name: push for name, push in own.items() if push.until > now and not name.startswith(DRAFT)}
-        return listed(sent, prefix, limit)
+            own = ((name[1], push) for name, push in reader.pushes.all(self.namespace) if push is not None)
+            sent = ((name, push) for name, push in own if push.until > now and not name.startswith(DRAFT))
+            return listed(sent, prefix, limit)
 
     def generation(self) -> int:
         return self._env.generation()

@@ -18,7 +18,7 @@ import orjson
 from service.buffers.gradients import Dense, Gradient, add_whole
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.schema import ROW_BYTES
-from service.buffers.postgres.statements import CLOSE_CURSORS, FETCH_DELTAS, OPEN_DELTAS, ROWS_AT_ONCE
+from service.buffers.postgres.statements import OPEN_DELTAS, ROWS_AT_ONCE
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
 from service.dtypes import DTYPES, NAMES, Array
@@ -211,14 +211,11 @@ def read_numbers(connection: Connection, delta: Delta) -> Array:
 
 
 def stream(connection: Connection, values: Sequence[int]) -> Iterator[Delta]:
-    """Yield the deltas of different values in the order of the values and of `seq`, few at a time.
+    """Return the deltas of different values in the order of the values and of `seq`, few at a time.
 
     A value without deltas has one whose `seq` is None.
     """
-    _, _, rows = connection.exchange([CLOSE_CURSORS(), OPEN_DELTAS(values), FETCH_DELTAS()])
-    while rows:
-        yield from (Delta(*row) for row in rows)
-        (rows,) = connection.exchange([FETCH_DELTAS()]) if len(rows) == ROWS_AT_ONCE else ([],)
+    return (Delta(*row) for row in connection.fetched(OPEN_DELTAS(values), ROWS_AT_ONCE))
 
 
 def complete(value: int, deltas: Iterable[Delta], last: int | None = None) -> Iterator[Delta]:

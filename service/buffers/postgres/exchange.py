@@ -9,7 +9,7 @@ import itertools
 import re
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import psycopg
@@ -99,6 +99,8 @@ def columns(rows: Sequence[Sequence[object]], count: int) -> list[list[object]]:
     return [[row[place] for row in rows] for place in range(count)]
 
 
+_CLOSE_CURSORS = Statement("close all")
+
 _numbers = itertools.count()
 
 
@@ -135,6 +137,14 @@ class Connection(psycopg.Connection[Any]):
     def ask(self, execution: Execution) -> ResultRows:
         """Execute one statement, which the database plans for the tables as they are."""
         return self.exchange([execution], prepares=False)[0]
+
+    def fetched(self, opening: Execution, count: int) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of the cursor `found`, which `opening` declares. At most `count` are in memory at once."""
+        fetch = Statement(f"fetch {count} from found")()
+        *_, rows = self.exchange([_CLOSE_CURSORS(), opening, fetch])
+        while rows:
+            yield from rows
+            (rows,) = self.exchange([fetch]) if len(rows) == count else ([],)
 
     def exchange(self, executions: Sequence[Execution | None], *, prepares: bool = True) -> list[ResultRows]:
         """Execute in one round trip, and return the rows of each. Raises the error of the first that fails."""

@@ -62,7 +62,7 @@ OVERDUE = Statement("""
 """Forgets some pushes whose time is over, and returns them."""
 
 INCOMPLETE = Statement("""
-    select id, record from pushes
+    declare found no scroll cursor for select id, record from pushes
     where namespace = $1::text and until > coalesce($2::double precision, extract(epoch from now()))
 """)
 

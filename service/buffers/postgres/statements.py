@@ -182,10 +182,6 @@ OPEN_DELTAS = Statement("""
 """)
 """Finds the gradients of one value after the other: the database neither sorts nor keeps them."""
 
-FETCH_DELTAS = Statement(f"fetch {ROWS_AT_ONCE} from found")
-
-CLOSE_CURSORS = Statement("close all")
-
 OUTCOME = Statement("""
     select outcome from keys where digest = $1::bytea
         and at + $2::double precision > coalesce($3::double precision, extract(epoch from now()))

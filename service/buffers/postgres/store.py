@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import groupby
@@ -56,6 +56,9 @@ R = TypeVar("R")
 
 READ_SECONDS = 10.0
 """How long a read waits for a database that fails over."""
+
+PUSHES_AT_ONCE = 4
+"""Pushes that are fetched at once: each may name thousands of buffers."""
 
 CHECK_SECONDS = 2.0
 """How long a probe waits for the database."""
@@ -186,11 +189,11 @@ class PostgresStore(Store):
         return unpack_known(rows[0][0], names) if rows else None
 
     def pushes(self, prefix: str = "", limit: int | None = None) -> list[tuple[str, Push]]:
-        found = {}
-        for name, packed in self._ask(INCOMPLETE(self.namespace, self._database.clock()), fenced=True):
-            with suppress(BufferCorrupt):
-                found[name] = unpack_push(packed)
-        return listed(found, prefix, limit)
+        def find(connection: Connection) -> list[tuple[str, Push]]:
+            rows = connection.fetched(INCOMPLETE(self.namespace, self._database.clock()), PUSHES_AT_ONCE)
+            return listed(_readable(rows), prefix, limit)
+
+        return self._read(find)
 
     def generation(self) -> int:
         return self._watcher.generation
@@ -254,3 +257,10 @@ def _alive(names: Sequence[str], rows: ResultRows) -> dict[str, Stored]:
     for name in names:
         alive(found[name].record if name in found else None, name, now)
     return found
+
+
+def _readable(rows: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, Push]]:
+    """Yield the pushes of these rows but those that are damaged."""
+    for name, packed in rows:
+        with suppress(BufferCorrupt):
+            yield name, unpack_push(packed)
