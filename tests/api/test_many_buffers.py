@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +15,10 @@ import pytest
 from service.api.buffers.models import MAX_LISTED_BYTES
 from service.buffers import failpoints
 from service.buffers.epochs import MAX_CONTRIBUTORS_BYTES
+from service.buffers.memory import MemoryStore
+from service.buffers.names import BufferName
 from service.buffers.perform import MAX_CHANGED_BYTES
+from service.buffers.record import Record
 from tests.api.calls import add, create, fresh, metadata, ok, state
 from tests.api.headers import KEY, REPLAYED
 from tests.api.test_memory import Memory
@@ -193,6 +196,22 @@ def test_a_list_of_the_largest_records_takes_little_memory(heavy: Server) -> Non
             assert len(ok(client.get("/v1/buffers?limit=1000"))["buffers"]) < 100
 
     assert Memory(heavy.process.pid).growth(ask) < 48 << 20
+
+
+def test_records_for_sparse_gradients_are_loaded_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, look = list[int](), MemoryStore.look
+
+    def counted(store: MemoryStore, names: Collection[BufferName]) -> dict[BufferName, Record]:
+        loaded.append(len(names))
+        return look(store, names)
+
+    monkeypatch.setattr(MemoryStore, "look", counted)
+    names = [f"{number}" for number in range(600)]
+    with serving() as url, httpx.Client(base_url=url, timeout=60) as client:
+        ok(client.post("/v1/buffers/create", json={"buffers": {name: {"shape": [1]} for name in names}}))
+        rows = {name: {"indices": [0], "rows": [2]} for name in names}
+        assert ok(client.post("/v1/buffers/accumulate", json=rows))["buffers"]["599"]["count"] == 1
+    assert (max(loaded), sum(loaded)) == (256, 600)
 
 
 # ----- clients that leave -----

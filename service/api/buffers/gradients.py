@@ -15,6 +15,7 @@ from service.api.buffers.request import Received
 from service.api.http.answer import JSON
 from service.api.http.body import header_of, is_quick
 from service.api.http.call import Call
+from service.api.http.offload import INLINE_LOOKUPS
 from service.api.http.tensor_forms import read_tensor
 from service.buffers.changes import Add
 from service.buffers.gradients import Rows
@@ -151,9 +152,10 @@ async def sort_rows(call: Call, adds: Sequence[Add]) -> None:
 
 
 def _sort(call: Call, sparse: Mapping[str, tuple[Rows, str]]) -> None:
-    store = call.store
-    for name, record in store.look([BufferName(store.namespace, name) for name in sparse]).items():
-        rows, tensor = sparse[name.name]
-        call.reserve(SORTED_BYTES * len(rows.indices))
-        with suppress(ShapeMismatch, IndexOutOfRange):  # the add raises it, unless the request repeats an old one
-            rows.onto(record.spec.shape, tensor)
+    store, names = call.store, [BufferName(call.store.namespace, name) for name in sparse]
+    for start in range(0, len(names), INLINE_LOOKUPS):  # all their records may take much memory
+        for name, record in store.look(names[start : start + INLINE_LOOKUPS]).items():
+            rows, tensor = sparse[name.name]
+            call.reserve(SORTED_BYTES * len(rows.indices))
+            with suppress(ShapeMismatch, IndexOutOfRange):  # the add raises it, unless the request repeats an old one
+                rows.onto(record.spec.shape, tensor)
