@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from benchmarks.tenants import Result
 from service.api.http import admission
 from service.engine.engine import Engine
 from service.keys import add as add_key
@@ -171,3 +172,15 @@ def test_small_requests_beyond_the_queue_are_refused(monkeypatch: pytest.MonkeyP
         assert_problem(client.get("/v1/buffers"), 429, "busy", "GRADSERVE_MAX_WAITING")
         assert client.get("/v2/health/ready").status_code == 200
         assert client.put("/v1/buffers/a", json={"shape": [1]}).status_code == 201
+
+
+# ----- the benchmark -----
+
+
+@pytest.mark.parametrize(
+    ("ratio", "longest", "met"),
+    [(1.0, 0.1, True), (4.9, 0.99, True), (0.04, 0.1, False), (5.1, 0.1, False), (1.0, 23.0, False)],
+)
+def test_the_benchmark_of_tenants_fails_without_a_baseline(ratio: float, longest: float, met: bool) -> None:
+    """A ratio of almost nothing says that the tenant was not alone when it was measured alone."""
+    assert Result("takes of many", ratio, longest, "").is_met == met

@@ -38,7 +38,7 @@ CONSTANTS: dict[str, tuple[int | float, str]] = {
     "max_parts": (MAX_PARTS, "Parts of a push, at most."),
     "max_wait_seconds": (MAX_WAIT_SECONDS, "Seconds that a request may wait for an epoch, at most."),
     "max_listed": (MAX_LISTED_BUFFERS, "Buffers on one page of a list, at most."),
-    "max_names": (MAX_NAMED_BUFFERS, "Buffers that one request may name, at most."),
+    "max_names": (MAX_NAMED_BUFFERS, "Buffers that one request may name, at most; a change takes up to max_tensors."),
     "max_json_elements": (
         MAX_ELEMENTS,
         "Elements in the lists of a JSON body, at most; send more as base64 or safetensors.",
