@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 import ssl
+import struct
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -14,7 +18,7 @@ import safetensors.numpy
 
 from service.api.http import connection
 from tests.api.http.test_endings import assert_lives, secure
-from tests.serving import serving
+from tests.serving import serving, wait_until
 
 
 def test_tensors_travel_by_https(certificate: tuple[Path, Path]) -> None:
@@ -62,3 +66,32 @@ def test_a_handshake_does_not_delay_the_stop(certificate: tuple[Path, Path]) -> 
     assert time.monotonic() - began < 5
     assert silent.recv(1) == b""
     silent.close()
+
+
+def hello() -> bytes:
+    """Return the first message of a handshake."""
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = ssl.create_default_context().wrap_bio(received, sent, server_hostname="localhost")
+    with suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return sent.read()
+
+
+def test_handshakes_that_fail_leave_nothing(certificate: tuple[Path, Path]) -> None:
+    made, key = certificate
+    first = hello()
+    with serving(tls_certificate=made, tls_key=key) as url, secure(url, made) as other:
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(400):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30) as client:
+                client.sendall((b"", b"GET / HTTP/1.1\r\n\r\n", first[:50], first)[number % 4])
+                if number % 3 == 0:  # close with a reset
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                elif number % 4 == 3:
+                    assert client.recv(3000)
+                    client.sendall(b"\x17\x03\x03\x00\x05wrong")
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+        gc.collect()
+        assert sum(type(one) is connection.Connection for one in gc.get_objects()) == 1
+        other.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert_lives(other)
