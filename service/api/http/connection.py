@@ -94,6 +94,7 @@ class Connection(Wire):
             transport = done.value
         except OSError as error:  # the client speaks no TLS, or not this one
             logger.debug("No TLS handshake: %s", error)
+            error.__traceback__ = None  # its frames hold the future, which has the error: a cycle
         self._shakes_hands = False
         if transport is None or transport.is_closing():
             self.connection_lost(None)
