@@ -76,8 +76,8 @@ COUNTS = Statement("""
 """)
 
 _WITHIN = """
-    with locked as materialized ({}), total as (select sum(octet_length(record)) as bytes from locked)
-    select namespace, name, case when bytes <= $1::bigint then record end, seq from locked, total
+    select namespace, name, case when sum(octet_length(record)) over () <= $1::bigint then record end, seq
+    from ({}) as locked
 """
 """No record if all have more bytes: they would take too much memory."""
 
