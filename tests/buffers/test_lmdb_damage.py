@@ -192,7 +192,7 @@ def test_a_removed_or_replaced_file_is_reported(reopen: Reopen, tmp_path: Path, 
     file.rename(aside)
     if replaced:
         shutil.copy(aside, file)
-    message = rf"^{name} in .*/store was removed or replaced while the server was running; restart the server to use"
+    message = rf"^{name} of the store was removed or replaced while the server was running; restart the server to use"
     for change in (Add(name="a", gradient=ones(1)), Zero(name="a"), Delete(name="a")):
         with pytest.raises(StoreFailed, match=message):
             do(store, change)

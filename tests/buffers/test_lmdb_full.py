@@ -23,7 +23,7 @@ from service.buffers.lmdb import environment
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.perform import Request
-from service.errors import StoreFull
+from service.errors import StoreFailed, StoreFull
 from tests.buffers.calls import LARGE, add, create, do, key, ones, part, request, spec, state, value
 from tests.buffers.stores import PATIENCE, Clock, Gate, open_lmdb, wrong
 
@@ -311,6 +311,16 @@ def test_an_exceeded_quota_counts_as_a_full_disk(number: int) -> None:
         assert isinstance(error, StoreFull)
         assert os.strerror(number) in error.detail
         assert "nothing was changed" in error.detail
+
+
+@pytest.mark.parametrize(
+    "failed", [OSError(errno.EIO, os.strerror(errno.EIO), "/secret/values"), lmdb.Error("x"), lmdb.CorruptedError("x")]
+)
+def test_a_client_does_not_read_where_the_store_is(failed: Exception, tmp_path: Path) -> None:
+    error = environment.as_client_error(failed, tmp_path, 1)
+    assert isinstance(error, StoreFailed)
+    assert "secret" not in error.detail
+    assert str(tmp_path) not in error.detail
 
 
 def test_freed_slots_are_reused(tmp_path: Path, clock: Clock) -> None:

@@ -176,8 +176,8 @@ class Environment:
         for file, opened in self._files.items():
             if _identity(file) != opened:
                 raise StoreFailed(
-                    f"{file.name} in {self.path} was removed or replaced while the server was running; restart the"
-                    " server to use the store again"
+                    f"{file.name} of the store was removed or replaced while the server was running; restart the server"
+                    " to use the store again"
                 )
 
     def generation(self) -> int:
@@ -242,7 +242,7 @@ def disk_is_full(path: Path) -> bool:
 
 
 def as_client_error(error: Exception, path: Path, max_bytes: int) -> Exception:
-    """Return what a client gets for a failure of LMDB or the disk; any other error as it is."""
+    """Return what a client gets for a failure of LMDB or the disk, without paths; any other error as it is."""
     if isinstance(error, lmdb.MapFullError):
         return store_full(max_bytes)
     if isinstance(error, (lmdb.Error, OSError)):
@@ -252,10 +252,9 @@ def as_client_error(error: Exception, path: Path, max_bytes: int) -> Exception:
         if os.strerror(errno.EIO) in str(error) and disk_is_full(path):
             return disk_full()  # LMDB calls a write that came short an input/output error
         if not isinstance(error, DAMAGED):
-            return StoreFailed(f"The store in {path} failed: {error}")
+            return StoreFailed(f"The store failed: {(isinstance(error, OSError) and error.strerror) or error}")
     if isinstance(error, (*DAMAGED, *UNREADABLE)):
         return StoreFailed(
-            f"The store in {path} is damaged: {error}. Restore its buffers from an export; gradserve doctor shows the"
-            " damage"
+            f"The store is damaged: {error}. Restore its buffers from an export; gradserve doctor shows the damage"
         )
     return error
