@@ -11,7 +11,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 
@@ -19,6 +19,7 @@ from service.buffers.epochs import Closed, ClosedBy
 from service.buffers.names import BufferName
 from service.buffers.pushes import Push, Staged, StagedPart
 from service.buffers.record import Key, Known, Record, Spec
+from service.buffers.specs import RULES
 from service.dtypes import DTYPES
 from service.errors import BufferCorrupt, StoreFailed
 
@@ -34,9 +35,6 @@ DIGEST_BYTES = 16
 _STATE = ("updated", "closed", "epoch", "version", "count", "weight")
 """The members of every receipt behind the name. Only the answer to a new buffer, or to new rules, has others."""
 
-_RULES = struct.Struct("<5q4d")
-"""The numbers of a specification: that of its elements, integers and others."""
-
 _NUMBERS = struct.Struct("<qddqqqdqd")
 """The numbers of a record: id, created, updated, epoch, version, count, weight, value and began."""
 
@@ -45,6 +43,9 @@ _CLOSED_NUMBERS = struct.Struct("<qqqdq")
 
 _PUSH_NUMBERS = struct.Struct("<qqddd")
 """The numbers of a push: parts, epoch, weight, and the times of its beginning and its end."""
+
+_STAGED_TYPES = {(int, list, int), (int, type(None), int)}
+"""The types of a staged gradient's members."""
 
 _SHAPES = [_STATE, (*_STATE, "closed_by", "contributors")]
 """The members of receipts that are stored as a number: those of a receipt, and those of a closed epoch."""
@@ -101,6 +102,7 @@ def unpack_record(name: BufferName, packed: bytes | memoryview) -> Record:
         state[8] = tuple([_unpack_closed(spec, each) for each in state[8]])
         began, contributors = state[9:] or (None, {})
         _NUMBERS.pack(*state[:7], *map(_zeroed, (state[7], began)))  # refuses other types
+        _check_adds(contributors)
         return Record(name, spec, *[*state[:9], began, contributors, len(packed)])
     except (LookupError, TypeError, ValueError, struct.error):
         problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
@@ -109,11 +111,26 @@ def unpack_record(name: BufferName, packed: bytes | memoryview) -> Record:
 
 @lru_cache(MOST_SPECS)
 def _shared_spec(text: bytes) -> Spec:
-    """Return the specification of this text: one for all buffers that have it. Raises for types that no rule has."""
-    spec = spec_of(orjson.loads(text))
-    perhaps = (spec.quorum, spec.ttl_seconds, spec.deadline_seconds, spec.quorum_weight, spec.max_norm)
-    _RULES.pack(spec.size, spec.keep, spec.min_count, spec.per_contributor, *map(_zeroed, perhaps))
+    """Return the specification of this text: one for all buffers that have it. Raises for what no rule allows."""
+    members = orjson.loads(text)
+    _check(isinstance(members, dict) and isinstance(members["shape"], list))
+    _check(all(type(size) is int and size >= 0 for size in members["shape"]))
+    _check(all(RULES[name].permits(value) for name, value in members.items() if name in RULES))
+    spec = spec_of(members)
+    _check(spec.nbytes < 1 << 63)
     return spec
+
+
+def _check(is_packed: bool) -> None:
+    """Raise `ValueError` for what no version has packed."""
+    if not is_packed:
+        raise ValueError
+
+
+def _check_adds(contributors: Any) -> None:
+    """Raise `ValueError` unless these are the numbers of adds by contributor."""
+    if contributors != {}:
+        _check(isinstance(contributors, dict) and all(type(adds) is int for adds in contributors.values()))
 
 
 def _zeroed(value: Any) -> Any:
@@ -130,7 +147,12 @@ def _pack_closed(spec: Spec, closed: Closed) -> Sequence[Any]:
 
 def _unpack_closed(spec: Spec, packed: Sequence[Any]) -> Closed:
     _CLOSED_NUMBERS.pack(*packed[:4], _zeroed(packed[4]))
-    return Closed(*(packed if len(packed) > 5 else (*packed, _usual(spec, packed[2]))))
+    if len(packed) == 5:
+        return Closed(*(*packed, _usual(spec, packed[2])))
+    closed_by, contributors = packed[5:]
+    _check(closed_by in get_args(ClosedBy))
+    _check_adds(contributors)
+    return Closed(*packed)
 
 
 def _usual(spec: Spec, count: int) -> ClosedBy:
@@ -199,10 +221,15 @@ def unpack_push(packed: bytes | memoryview) -> Push:
         *common, parts, refusal = orjson.loads(packed)
         count, weight, epoch, contributor, began, until = common
         _PUSH_NUMBERS.pack(count, _zeroed(epoch), weight, began, until)
+        _check(contributor is None or isinstance(contributor, str))
+        _check(refusal is None or (*map(type, refusal),) == (str, str, dict))
         staged = {
             number: StagedPart(mark, {name: Staged(*each) for name, each in gradients.items()}, {**norms})
             for number, mark, gradients, norms in parts
         }
+        _check(all(type(number) is int for number in staged))
+        places = [(*map(type, each),) for part in staged.values() for each in part.gradients.values()]
+        _check(_STAGED_TYPES.issuperset(places))
         return Push(count, weight, epoch, contributor, began, until, staged, refusal)
     except (AttributeError, TypeError, ValueError, struct.error):
         raise BufferCorrupt("The stored parts of this push are damaged on the disk") from None

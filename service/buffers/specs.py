@@ -32,6 +32,10 @@ class Rule(NamedTuple):
     type: Any = None
     default: Any = None
 
+    def permits(self, value: Any) -> bool:
+        """Return whether a buffer may have this value, which may be null."""
+        return (value is None and self.default is None) or self.allows(value)
+
 
 def _whole(meaning: str, most: int) -> Rule:
     bounds = {"strict": True, "ge": 1, "le": most}

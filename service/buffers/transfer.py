@@ -224,9 +224,7 @@ _LATER: Members = {
 
 
 def _member(rule: Rule) -> tuple[str, Callable[[Any], bool]]:
-    if rule.default is not None:
-        return rule.words, rule.allows
-    return f"null or {rule.words}", lambda value: value is None or rule.allows(value)
+    return rule.words if rule.default is not None else f"null or {rule.words}", rule.permits
 
 
 _SPEC: Members = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -63,6 +64,28 @@ def test_a_number_of_another_type_is_damage(word: bytes) -> None:
             unpack_record(NAME, packed[: number.start()] + word + packed[number.end() :])
 
 
+@pytest.mark.parametrize(
+    ("member", "wrong"),
+    [
+        (rb"\{.*?\}", [b"7", b'"x"', b"null", b'{"a":[]}']),
+        (rb"\[2,3\]", [b'""', b"{}", b"[[]]", b"[true]", b"[2.0]", b"[-1]", b"[4611686018427387904]"]),
+        (rb'"allow"', [b"null", b"[]", b'"x"', b"1"]),
+        (rb'\["x","y"\]', [b"1", b'"x"', b"[[]]", b"[{}]", b"[null]", b"[]"]),
+        (rb'"deadline"(?=,\{)', [b"null", b"[]", b'"x"', b"1"]),
+        (rb'(?<="deadline",)\{"x":1\}', [b"null", b"[]", b'"x"', b"1", b'{"x":[]}', b'{"x":"1"}']),
+        (rb'\{"x":2\}', [b"null", b"[]", b"[[]]", b'"x"', b"1", b'{"x":[]}', b'{"x":1.5}']),
+    ],
+)
+def test_a_member_that_no_version_has_packed_is_damage(member: bytes, wrong: Sequence[bytes]) -> None:
+    closed = (Closed(0, 2, 2, 2.0, 3, "deadline", {"x": 1}),)
+    full = spec((2, 3), quorum=2, contributors=("x", "y"))
+    packed = pack_record(Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, 3.25, {"x": 2}))
+    assert len(re.findall(member, packed)) >= 1
+    for each in wrong:
+        with pytest.raises(BufferCorrupt, match="'a' is damaged"):
+            unpack_record(NAME, re.sub(member, lambda _: each, packed, count=1))  # noqa: B023 - it is called here
+
+
 KNOWN = Known(
     bytes(16), {"a": {"name": "a", "updated": True}, "b": {"name": "b", "count": 3}}, {"a": 7, "b": 0}, ("1-0-2",)
 )
@@ -89,7 +112,22 @@ def test_a_push_is_unpacked_as_it_was_packed() -> None:
 
 @pytest.mark.parametrize(
     "packed",
-    [b"", b"[]", b"[1,2]", b"{}", b"[1,1,1,1,1,1,[[1]],null]", b"[1,1,1,1,1,1,7,null]", b'["x",1,1,"x",1,1,[],null]'],
+    [
+        *(
+            b"",
+            b"[]",
+            b"[1,2]",
+            b"{}",
+            b"[1,1,1,1,1,1,[[1]],null]",
+            b"[1,1,1,1,1,1,7,null]",
+            b'["x",1,1,"x",1,1,[],null]',
+        ),
+        b"[2,1,null,3,1,9,[],null]",
+        b"[2,1,null,null,1,9,[],[1]]",
+        b'[2,1,null,null,1,9,[["1","m",{"w":[1,null,0]},{}]],null]',
+        b'[2,1,null,null,1,9,[[1,"m",{"w":[1,2,3]},{}]],null]',
+        b'[2,1,null,null,1,9,[[1,"m",{"w":[1,[2],"3"]},{}]],null]',
+    ],
 )
 def test_a_damaged_push_is_reported_as_damage(packed: bytes) -> None:
     with pytest.raises(BufferCorrupt):

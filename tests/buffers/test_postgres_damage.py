@@ -141,6 +141,18 @@ def test_a_damaged_gradient_harms_one_buffer(
     assert (value(store, "hurt") == 1).all()
 
 
+def test_buffers_whose_blob_is_free_already_can_be_deleted(schema: Schema) -> None:
+    store = schema.open()
+    for name in ("a", "b", "well"):
+        create(store, name, shape=(LARGE,))
+        add(store, name, np.ones(LARGE, np.float32))
+    assert (value(store, "well") == 1).all()
+    schema.ask("update deltas set blob = (select min(blob) from deltas) where blob < (select max(blob) from deltas)")
+    schema.ask("insert into unowned select min(blob), 1e18 from deltas")
+    do(store, Delete(name="a"), Delete(name="b"))
+    assert (value(store, "well") == 1).all()
+
+
 def test_a_damaged_staged_gradient_harms_one_push(schema: Schema) -> None:
     store = schema.open()
     create(store, "a", "b", nonfinite="reject")

@@ -139,12 +139,12 @@ FREE = Statement("""
     with gone as (
         delete from deltas where value = any($1::bigint[]) and seq <= coalesce($2::bigint, seq) returning blob
     ), freed as (
-        insert into unowned
-        select blob, extract(epoch from clock_timestamp()) + $3::double precision from gone where blob is not null
+        insert into unowned select blob, extract(epoch from clock_timestamp()) + $3::double precision
+        from gone where blob is not null on conflict do nothing
     )
     select count(*) from gone
 """)
-"""Frees the first deltas of a value, or all deltas of some values."""
+"""Frees the first deltas of a value, or all deltas of some values. Only in a damaged store is a blob free before."""
 
 STAGE = Statement("""
     insert into unowned
