@@ -77,8 +77,9 @@ class Store(Protocol):
     comes from `submit`, `durable`, `records`, `names`, `read`, `recall` or `pushes`. `record` and `look` show what may
     still be lost, and only say what to do next.
 
-    `submit` never blocks. `records`, `read` and `size` may take long in every store. `record`, `durable`, `look`,
-    `recall`, `now` and `generation` block only in a store that `blocks`: then the event loop must not call them.
+    `submit` never blocks. `records`, `read` and `size` may take long in every store, and so may what takes many names.
+    `record`, `durable`, `look`, `names`, `record_bytes`, `recall`, `now` and `generation` block only in a store that
+    `blocks`: then the event loop must not call them.
 
     The store closes an epoch soon after its deadline, and before the next change of its buffer. Until then a read may
     still see it open, with `Record.due` in the past.
