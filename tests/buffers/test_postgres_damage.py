@@ -59,7 +59,7 @@ def test_a_gradient_that_the_database_has_lost_is_noticed(
     monkeypatch.setattr(compactor, "FOLD_EVERY_SMALL", 4)
     store = schema.open()
     for name in ("a", "b"):
-        create(store, name, nonfinite="reject" if name == "b" else "accept")
+        create(store, name, nonfinite="reject" if name == "b" else "allow")
         for _ in range(3):
             add(store, name, 1.0)
     assert (value(store, "a") == 3).all()
