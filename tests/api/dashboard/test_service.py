@@ -151,7 +151,7 @@ def test_no_answer_shows_the_password_of_the_database(postgres_url: str) -> None
         told = json.loads(answers[1])
         assert "***" in told["store"]["url"] == told["settings"]["GRADSERVE_STORE"]["value"]
         assert told["replicas"] == 1
-        for name, replicas in ((f"gradserve {schema[:24]} 7@elsewhere", 2), ("gradserve other 7@elsewhere", 1)):
+        for name, replicas in (("gradserve other 7@elsewhere", 1), (f"gradserve {schema[:24]} 7@elsewhere", 2)):
             with psycopg.connect(postgres_url, application_name=name):
                 assert httpx.get(f"{url}/v1/service").json()["replicas"] == replicas
         assert samples_of(url)[-1]["database"]["connections"] > 3
