@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -79,7 +81,7 @@ def test_a_change_that_fails_undoes_the_others_and_stores_no_key(
 ) -> None:
     create(namespace, *NAMES)
     create(namespace, "last", nonfinite="reject")
-    create(namespace, "old", ttl_seconds=0.0)
+    create(namespace, "old", ttl_seconds=math.ulp(0.0))
     do(namespace, Take(name="last"))
     for name in [*NAMES, "last"]:
         add(namespace, name, [1, 2])
