@@ -207,9 +207,9 @@ def packed_in(path: Path) -> list[str]:
 
 
 def tables_of(schema: Schema) -> dict[str, object]:
-    """Return the columns, indexes and options of tables, and some of their rows, with 0 for every number.
+    """Return the columns and indexes of tables, and some of their rows, with 0 for every number.
 
-    An unlogged table holds nothing that counts: a crash empties it.
+    An unlogged table holds nothing that counts: a crash empties it. Nor do options, which are about room and speed.
     """
     no_partition = "!~ '^keys_[0-9]'"
     own = f"nspname = current_schema() and relname {no_partition} and relpersistence = 'p'"
@@ -220,7 +220,7 @@ def tables_of(schema: Schema) -> dict[str, object]:
             " order by 1, ordinal_position"
         ),
         "relations": schema.ask(
-            "select relname, relkind, reloptions from pg_class join pg_namespace n on n.oid = relnamespace"
+            "select relname, relkind from pg_class join pg_namespace n on n.oid = relnamespace"
             f" where {own} order by 1"
         ),
         "indexes": schema.ask(

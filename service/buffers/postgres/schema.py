@@ -73,8 +73,9 @@ create table chunks (
     number integer not null,
     data bytea not null,
     primary key (blob, number)
-) with (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,
-        toast.autovacuum_vacuum_scale_factor = 0.02, toast.autovacuum_vacuum_threshold = 1000);
+) with (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0,
+        toast.autovacuum_vacuum_scale_factor = 0.02, toast.autovacuum_vacuum_threshold = 1000,
+        toast.autovacuum_vacuum_cost_delay = 0);
 alter table chunks alter data set storage external;
 create table unowned (blob bigint primary key, due double precision not null);
 create index unowned_due on unowned (due);
