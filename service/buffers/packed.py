@@ -35,13 +35,13 @@ DIGEST_BYTES = 16
 _STATE = ("updated", "closed", "epoch", "version", "count", "weight")
 """The members of every receipt behind the name. Only the answer to a new buffer, or to new rules, has others."""
 
-_NUMBERS = struct.Struct("<qddqqqdqd")
+_NUMBERS = struct.Struct("<QddQQQdQd")
 """The numbers of a record: id, created, updated, epoch, version, count, weight, value and began."""
 
-_CLOSED_NUMBERS = struct.Struct("<qqqdq")
+_CLOSED_NUMBERS = struct.Struct("<QQQdQ")
 """The numbers of a closed epoch: epoch, version, count, weight and value."""
 
-_PUSH_NUMBERS = struct.Struct("<qqddd")
+_PUSH_NUMBERS = struct.Struct("<QQddd")
 """The numbers of a push: parts, epoch, weight, and the times of its beginning and its end."""
 
 _STAGED_TYPES = {(int, list, int), (int, type(None), int)}

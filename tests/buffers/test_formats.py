@@ -220,8 +220,7 @@ def tables_of(schema: Schema) -> dict[str, object]:
             " order by 1, ordinal_position"
         ),
         "relations": schema.ask(
-            "select relname, relkind from pg_class join pg_namespace n on n.oid = relnamespace"
-            f" where {own} order by 1"
+            f"select relname, relkind from pg_class join pg_namespace n on n.oid = relnamespace where {own} order by 1"
         ),
         "indexes": schema.ask(
             "select replace(indexdef, current_schema(), '') from pg_indexes"
