@@ -79,21 +79,29 @@ def test_a_large_answer_arrives_whole(url: str) -> None:
         assert connection.is_closed()
 
 
-def test_requests_in_the_pool_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clients have closed their direction before any of the requests has begun."""
-    let_go = threading.Event()
+GATHER_BODY = b'{"shape": [1], "indices": [0], "grad": [1.0]}'
+GATHER = b"POST /v1/ops/GatherGrad HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(GATHER_BODY) + GATHER_BODY
+
+
+@pytest.fixture
+def let_go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let operators run until the event is set."""
+    event = threading.Event()
 
     def run(*_: Any, **__: Any) -> dict[str, Any]:
-        assert let_go.wait(30)
+        assert event.wait(30)
         return {}
 
     monkeypatch.setattr(Engine, "run", run)
-    body = b'{"shape": [1], "indices": [0], "grad": [1.0]}'
-    head = b"POST /v1/ops/GatherGrad HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    return event
+
+
+def test_requests_in_the_pool_are_answered(let_go: threading.Event) -> None:
+    """The clients have closed their direction before any of the requests has begun."""
     with serving(threads=1) as url:
         connections = [Connection(url) for _ in range(3)]
         for connection in connections:
-            half_close(connection, head % len(body) + body)
+            half_close(connection, GATHER)
         wait_until(lambda: in_flight(url) == 3)
         let_go.set()
         for connection in connections:
@@ -102,23 +110,16 @@ def test_requests_in_the_pool_are_answered(monkeypatch: pytest.MonkeyPatch) -> N
                 assert connection.is_closed()
 
 
-def test_an_answer_that_does_not_begin_soon_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_does_not_begin_soon_is_given_up(
+    let_go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The connection ends while the kernel still runs. An answer that has begun arrives whole."""
-    let_go = threading.Event()
-
-    def run(*_: Any, **__: Any) -> dict[str, Any]:
-        assert let_go.wait(30)
-        return {}
-
-    monkeypatch.setattr(Engine, "run", run)
     monkeypatch.setattr("service.api.http.connection.ONE_WAY_SECONDS", 0.2)
-    body = b'{"shape": [1], "indices": [0], "grad": [1.0]}'
-    head = b"POST /v1/ops/GatherGrad HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
     value = b"GET /v1/buffers/large/value HTTP/1.1\r\nHost: x\r\nAccept: application/vnd.safetensors\r\n\r\n"
     with serving(threads=1) as url:
         httpx.put(f"{url}/v1/buffers/large", json={"shape": [4 << 20]}).raise_for_status()
         with Connection(url) as connection:
-            half_close(connection, head % len(body) + body)
+            half_close(connection, GATHER)
             assert connection.is_closed()
         wait_until(lambda: in_flight(url) == 0)
         assert counted(url, 499) == 1
