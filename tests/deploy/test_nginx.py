@@ -38,6 +38,7 @@ http {
     access_log off;
     client_body_temp_path client_body; proxy_temp_path proxy;
     fastcgi_temp_path fastcgi; uwsgi_temp_path uwsgi; scgi_temp_path scgi;
+    MAP
     server { listen 127.0.0.1:8080; location / { LINES } }
 }
 """
@@ -161,28 +162,36 @@ listen front
 
 
 @pytest.fixture
-def lines() -> str:
-    """Return the lines for nginx."""
+def text(folder: Path) -> str:
+    """Return a configuration with the lines for nginx, for a socket in the folder."""
     section = (ROOT / "docs/http.md").read_text().partition("\n## UNIX socket\n")[2].partition("\n## ")[0]
-    found = re.findall(r"`(proxy_[^`]+;)`", section)
-    assert len(found) == 3
-    return "\n".join(found)
+    maps, lines = (re.findall(f"`({start}[^`]+[;}}])`", section) for start in ("map", "proxy_"))
+    assert (len(maps), len(lines)) == (1, 3)
+    here = [line.replace("/run/gradserve/http.sock", str(folder / "s")) for line in lines]
+    return BARE.replace("MAP", maps[0]).replace("LINES", " ".join(here))
 
 
-def test_the_page_posts_through_the_documented_lines(folder: Path, lines: str) -> None:
-    path = folder / "s"
-    text = BARE.replace("LINES", lines.replace("/run/gradserve/http.sock", str(path)))
-    with serving(socket=path), nginx(folder, text) as proxy:
+@pytest.mark.parametrize("version", ["", "proxy_http_version 1.1;"])
+def test_http_1_0_needs_no_host_through_the_documented_lines(folder: Path, text: str, version: str) -> None:
+    """nginx calls the service in the second version if it keeps connections alive."""
+    with serving(socket=folder / "s"), nginx(folder, text.replace("location / {", "location / {" + version)) as proxy:
+        for target in (b"/v2/health/ready", b"/v1/limits"):
+            with Connection(proxy) as connection:
+                connection.send(b"GET %b HTTP/1.0\r\n\r\n" % target)
+                assert connection.answer().status == 200
+
+
+def test_the_page_posts_through_the_documented_lines(folder: Path, text: str) -> None:
+    with serving(socket=folder / "s"), nginx(folder, text) as proxy:
         headers = {"Host": "localhost:8080", "Origin": "http://localhost:8080"}
         assert httpx.post(f"{proxy}/v1/ops/ReluGrad", json=RELU, headers=headers).status_code == 200
         foreign = {**headers, "Origin": "http://other.example"}
         assert httpx.post(f"{proxy}/v1/ops/ReluGrad", json=RELU, headers=foreign).status_code == 403
 
 
-def test_the_documented_lines_do_not_open_the_metrics(folder: Path, lines: str) -> None:
+def test_the_documented_lines_do_not_open_the_metrics(folder: Path, text: str) -> None:
     path, keys = folder / "s", folder / "keys"
     secret = add(keys, "ann", ["admin"])
-    text = BARE.replace("LINES", lines.replace("/run/gradserve/http.sock", str(path)))
     with serving(socket=path, keys=keys), nginx(folder, text) as proxy:
         assert httpx.get(f"{proxy}/metrics").status_code == 401
         assert httpx.get(f"{proxy}/metrics", headers={"Authorization": f"Bearer {secret}"}).status_code == 200
