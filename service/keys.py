@@ -26,7 +26,7 @@ from typing import Any
 
 from service.errors import shown
 from service.host.documents import DocumentInvalid, Members, check, is_number, parse
-from service.host.files import open_new, open_regular, put_in_place
+from service.host.files import named, open_new, open_regular, put_in_place
 from service.host.system import sync
 
 logger = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ def _changing(path: Path) -> Iterator[list[ApiKey]]:
         yield keys
         replacement = path.with_name(f"{path.name}.new")
         replacement.unlink(missing_ok=True)  # a process that was killed has left it
-        with open(open_new(replacement), "w") as file:
+        with named(path), open(open_new(replacement), "w") as file:
             with suppress(FileNotFoundError):
                 _copy_access(path, file.fileno())
             json.dump({"format": _FORMAT, "keys": [asdict(key) for key in keys]}, file, indent=1)

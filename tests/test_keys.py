@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,19 @@ def test_the_files_beside_are_private(file: Path) -> None:
         "keys.json": 0o600,
         "keys.json.lock": 0o600,
     }
+
+
+def test_a_full_disk_is_named_by_the_file(file: Path) -> None:
+    """A limit of a file's size stands for the disk."""
+    before, (soft, hard) = file.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            add(file, "cleo", ["ops"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.filename == str(file)
+    assert file.read_bytes() == before
 
 
 def test_a_circle_of_links_is_reported(tmp_path: Path) -> None:

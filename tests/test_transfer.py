@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import resource
 import signal
 import socket
 import subprocess
@@ -324,6 +325,39 @@ def test_a_failed_export_leaves_no_file(tmp_path: Path) -> None:
     assert (status, complaint) == (1, f"gradserve: There is no store in {tmp_path}/none\n")
     assert not (tmp_path / "x").exists()
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("target", ["/dev/full", "file", "-"])
+def test_a_full_disk_is_named_by_the_file(tmp_path: Path, target: str) -> None:
+    """A limit of a file's size stands for the disk that holds a regular file."""
+    with serving(store=f"lmdb:{tmp_path}/a") as url, httpx.Client(base_url=url) as client:
+        put(client, "a", shape=[1 << 16])
+        add(client, "a", 1)
+    path = str(tmp_path / "file") if target == "file" else target
+    with Path("/dev/full").open("wb") as full:
+        export = subprocess.run(
+            [sys.executable, "-m", "service", "export", path, "--store", f"lmdb:{tmp_path}/a"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16)),
+        )
+    words = "File too large" if target == "file" else "No space left on device"
+    named = "stdout" if target == "-" else path
+    assert (export.returncode, export.stderr.decode().partition("] ")[2]) == (1, f"{words}: '{named}'\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_an_import_names_the_directory_that_its_copy_does_not_fit(tmp_path: Path) -> None:
+    """stdin is a pipe, which is copied."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "service", "import", "-", "--store", f"lmdb:{tmp_path}/a"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16)),
+    ) as importing:
+        _, complaint = importing.communicate(bytes(1 << 20))
+    assert (importing.returncode, complaint.decode().partition("] ")[2]) == (1, f"File too large: '{tmp_path}'\n")
 
 
 def damage(path: Path, database: bytes, key: bytes | None = None) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, gettempdir
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -35,7 +35,7 @@ from service.codecs import safetensors
 from service.dtypes import FLOATS
 from service.errors import BufferCorrupt, BufferExists, InvalidParameter, MalformedBody, UnknownBuffer, shown
 from service.host.documents import DocumentInvalid, Members, check, is_number, parse
-from service.host.files import open_new, put_in_place
+from service.host.files import named, open_new, put_in_place
 from service.host.system import sync
 from service.keys import NAME, NAME_RULE
 from service.limits import Limits
@@ -47,7 +47,8 @@ def export(url: str, max_bytes: int, path: Path | None, prefix: str = "", schema
     Return the count of the buffers, and the bytes of the file. Servers may use the store. Raises `UnknownBuffer`,
     `StoreFailed` and `BufferCorrupt`, and OSError for the file; after an error the file is unchanged.
     """
-    with opened_readonly(url, max_bytes=max_bytes, schema=schema) as opened, _replacing(path) as file:
+    opening = opened_readonly(url, max_bytes=max_bytes, schema=schema)
+    with opening as opened, named(path or "stdout"), _replacing(path) as file:
         now = opened.now()
         with opened.reading() as moment, np.errstate(all="ignore"):
             records = {name: record for name, record in _sound(moment, prefix).items() if record.lives(now)}
@@ -163,7 +164,8 @@ def _on_disk(path: Path | None) -> Iterator[BinaryIO]:
         return
     if path is None and sys.stdin is None:
         raise OSError("stdin is closed")
-    with TemporaryFile() as copy, nullcontext(sys.stdin.buffer) if path is None else path.open("rb") as source:
+    opening = nullcontext(sys.stdin.buffer) if path is None else path.open("rb")
+    with opening as source, named(gettempdir()), TemporaryFile() as copy:
         shutil.copyfileobj(source, copy)
         copy.flush()
         yield copy

@@ -30,6 +30,17 @@ def open_new(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE)
 
 
+@contextmanager
+def named(path: Path | str) -> Iterator[None]:
+    """Add the file at `path` to an error of the system that names no file: to one of a write, for example."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def put_in_place(new: Path, path: Path) -> None:
     """Let a new file replace the file at `path`, durably. Raises OSError."""
     new.replace(path)
