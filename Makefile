@@ -96,8 +96,8 @@ bench-%: benchmarks/%.py $(BENCH)/.bench  ## run one of the benchmarks that benc
 soak: $(BENCH)/.bench  ## overload the server for three minutes, then abandon requests and send slowly
 	$(BENCH)/bin/python -m benchmarks.soak --seconds 180
 
-golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels and PyTorch again for the answers in tests/golden
-	$(BENCH)/bin/python -m tests.golden.make
+golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels and PyTorch again for the answers in tests/golden: FAMILY=NAME for one module of kernels
+	$(BENCH)/bin/python -m tests.golden.make $(FAMILY)
 
 docs: $(VENV)/.dev  ## generate the tables of the documents and the modules of the client
 	$(BIN)/python -m tests.documentation

@@ -1,76 +1,54 @@
 """Ask the other implementations every question again and store the answers: `python -m tests.golden.make`.
 
-`python -m tests.golden.make torch` asks only PyTorch, and `onnxruntime` only ONNX Runtime's kernels. Each needs what
-its modules need. The questions are the same each time, so a second run changes nothing.
+`python -m tests.golden.make torch` asks only PyTorch, `onnxruntime` only ONNX Runtime's kernels, and `softmax` only
+the questions of that family. Each needs what its modules need. The questions are the same each time, so a second run
+changes nothing.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-from service.dtypes import Array
-from tests.golden import questions, store
-from tests.golden.questions import accumulate, activations, broadcast, gather, gru, softmax
+from tests.golden import child, questions, store
 from tests.golden.store import Case
 
-
-def of_onnxruntime() -> Iterator[Case]:
-    """Yield the cases with the answers of ONNX Runtime's kernels."""
-    from onnxruntime.capi import onnxruntime_pybind11_state as refusals
-
-    from tests.golden import ort
-
-    refused = (refusals.Fail, refusals.InvalidArgument, refusals.RuntimeException)
-    for family in (accumulate, activations, broadcast, gather, gru, softmax):
-        for asked in family.ask():
-            case = replace(asked, source=ort.SOURCE)
-            try:
-                yield filled(case, ort.run(case.operator, case.inputs, case.asked, case.attributes))
-            except refused as refusal:
-                yield replace(case, error=reason(str(refusal)))
+FOLDERS: dict[str, Path] = {"onnxruntime": store.FOLDER, "torch": store.TORCH}
 
 
-def of_torch() -> Iterator[Case]:
-    """Yield the cases with the answers of PyTorch."""
-    from tests.golden import torch_activations, torch_gru
-
-    source = f"torch {version('torch').partition('+')[0]}"
-    for case in torch_activations.ask():
-        answers = torch_activations.run(case.operator, case.inputs, case.attributes)
-        yield filled(replace(case, source=source), answers)
-    for case in questions.torch_gru.ask():
-        yield filled(replace(case, source=source), torch_gru.run(case.inputs))
-
-
-SOURCES: dict[str, tuple[Path, Callable[[], Iterator[Case]]]] = {
-    "onnxruntime": (store.FOLDER, of_onnxruntime),
-    "torch": (store.TORCH, of_torch),
-}
-
-
-def filled(case: Case, outputs: Mapping[str, Array]) -> Case:
-    """`case` with what is stored of the outputs that it asks for."""
-    return replace(case, outputs={name: case.sampled(outputs[name]) for name in case.asked})
-
-
-def reason(message: str) -> str:
-    """The sentence in ONNX Runtime's `message` that says what was wrong, without places in its source."""
-    return message.partition("Status Message: ")[2].rpartition(" was false. ")[2].strip()
+def answered(case: Case, family: str) -> Case:
+    """The case with its answer, and of each output that it asks for what is stored."""
+    attributes = store.kept(case.attributes)
+    if case.source == "torch":
+        run = partial(import_module(f"tests.golden.torch_{family}").run, case.operator, case.inputs, attributes)
+        source = f"torch {version('torch').partition('+')[0]}"
+    else:
+        ort = import_module("tests.golden.ort")
+        run, source = partial(ort.run, case.operator, case.inputs, case.asked, attributes), ort.SOURCE
+    case = replace(case, source=source)
+    try:
+        outputs = child.ask(run)
+    except child.Refused as refusal:
+        return replace(case, error=str(refusal))
+    names = [name for asked in case.asked for name in outputs if asked in (name, name.partition(".")[0])]
+    return replace(case, outputs={name: case.sampled(outputs[name]) for name in names})
 
 
 def main() -> None:
-    for source in sys.argv[1:] or SOURCES:
-        folder, answered = SOURCES[source]
-        found: dict[str, list[Case]] = defaultdict(list)
-        for case in answered():
-            found[case.operator].append(case)
-        for operator, cases in found.items():
-            keep(operator, cases, folder=folder)
+    sources = [word for word in sys.argv[1:] if word in FOLDERS] or FOLDERS
+    families = [word for word in sys.argv[1:] if word not in FOLDERS] or questions.families()
+    for family in families:
+        found: dict[tuple[str, str], list[Case]] = defaultdict(list)
+        for case in import_module(f"tests.golden.questions.{family}").ask():
+            if case.source in sources:
+                found[case.operator, case.source].append(answered(case, family))
+        for (operator, source), cases in found.items():
+            keep(operator, cases, folder=FOLDERS[source])
 
 
 def keep(operator: str, cases: list[Case], *, folder: Path) -> None:

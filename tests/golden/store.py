@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,22 +23,27 @@ FOLDER = Path(__file__).parent
 """The answers of ONNX Runtime's kernels."""
 TORCH = FOLDER / "torch"
 """Those of PyTorch."""
+PAIRS = ("GRU", "LSTM")
+"""Names of files in `TORCH` with the answers of two operators together."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A question to one operator and, once asked, the answer: the outputs asked for, or `error` where it refused."""
+    """A question to one operator and, once asked, the answer: the outputs asked for, or `error` where it refused.
+
+    `source` is who answers, "onnxruntime" or "torch", and, once asked, also the version.
+    """
 
     operator: str
     name: str
     inputs: Mapping[str, Array]
     asked: tuple[str, ...]
-    attributes: Mapping[str, float | int | str] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Array] = field(default_factory=dict)
     error: str = ""
     sample: int = 1
     drawn: bool = False  # `inputs` are what `draw` gives, and not stored
-    source: str = ""  # who answered, with the version
+    source: str = "onnxruntime"
 
     def sampled(self, output: Array) -> Array:
         """`output` as it is stored: whole, or each `sample`-th element of it."""
@@ -47,6 +53,16 @@ class Case:
 def draw(case: str, shapes: Mapping[str, Iterable[int]]) -> dict[str, Array]:
     """Random inputs for the case of this name, name -> array, from name -> shape."""
     return {name: uniform(tuple(shape), case, name) for name, shape in shapes.items()}
+
+
+def kept(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes as ONNX keeps them: a float has 32 bits.
+
+    >>> kept({"alpha": 0.1, "pads": [1, 1], "reduction": "mean"})
+    {'alpha': 0.10000000149011612, 'pads': [1, 1], 'reduction': 'mean'}
+    """
+    arrays = {name: np.asarray(value) for name, value in attributes.items()}
+    return {name: (one.astype(np.float32) if one.dtype.kind == "f" else one).tolist() for name, one in arrays.items()}
 
 
 def write(operator: str, cases: Sequence[Case], *, folder: Path = FOLDER) -> Path:
@@ -69,8 +85,8 @@ def write(operator: str, cases: Sequence[Case], *, folder: Path = FOLDER) -> Pat
 
 
 def operators(folder: Path = FOLDER) -> list[str]:
-    """The operators that have stored answers in the folder. What `torch/GRU.npz` has is of two operators together."""
-    return sorted(path.stem for path in folder.glob("*.npz") if path.stem != "GRU")
+    """The operators that have stored answers in the folder."""
+    return sorted(path.stem for path in folder.glob("*.npz") if path.stem not in PAIRS)
 
 
 def read(operator: str, *, folder: Path = FOLDER) -> list[Case]:
@@ -88,7 +104,7 @@ def read(operator: str, *, folder: Path = FOLDER) -> list[Case]:
             case,
             places["input"] or draw(case, places["drawn"]),
             tuple(places["output"]),
-            {name: value.item() for name, value in places["attribute"].items()},
+            kept(places["attribute"]),
             places["output"],
             str(places["error"].get("", "")),
             int(places["sample"].get("", 1)),

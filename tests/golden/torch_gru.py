@@ -14,7 +14,7 @@ SUFFIXES = ("", "_reverse")
 """Of the parameters of each direction."""
 
 
-def run(inputs: Mapping[str, Array]) -> dict[str, Array]:
+def run(operator: str, inputs: Mapping[str, Array], attributes: Mapping[str, object]) -> dict[str, Array]:
     """HAll and HFinal, and the gradients of X, W and R, and of B and H0 where there, in ONNX's layout.
 
     The gradients are those of sum(HAll * grad_HAll) + sum(HFinal * grad_Ht). Beyond a sequence's length HAll is zero.

@@ -9,6 +9,9 @@ import numpy.typing as npt
 
 from service.dtypes import Array
 
+FLOAT16_ULP = 2.0**-10
+"""How far apart two neighbours are, relative to them, at most."""
+
 
 def generator(*names: str) -> np.random.Generator:
     """Random numbers that are the same for the same names, whatever else is asked before."""

@@ -1,9 +1,38 @@
-"""The questions that ONNX Runtime's kernels are asked; none lies where those read or write out of bounds.
+"""The questions that other implementations are asked; `tests/golden/__init__.py` says what a module here has.
 
 Names that begin with `peer` are the cases of ONNX Runtime's own tests. The numbers of a case depend on its name alone.
-`torch_gru` asks PyTorch.
 """
 
-from tests.golden.questions import accumulate, activations, broadcast, gather, gru, softmax, torch_gru
+from __future__ import annotations
 
-__all__ = ["accumulate", "activations", "broadcast", "gather", "gru", "softmax", "torch_gru"]
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from service.errors import AxisOutOfRange, GradserveError
+from service.kernels import Operator
+from tests.golden.store import Case
+
+REASONS: Mapping[str, type[GradserveError]] = {r"axis -?\d+ is not in valid range": AxisOutOfRange}
+"""Refusals that several families have."""
+
+
+def families() -> list[str]:
+    """The names of the modules here, each of which has the name of a module of kernels."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
+
+
+def tolerance(operator: Operator, case: Case, output: str) -> Mapping[str, Any] | None:
+    """How far the operator may be from the answer in this output; None: not by a bit."""
+    allowed: Mapping[str, Any] | None = getattr(_family(operator), "tolerance", lambda *_: None)(case, output)
+    return allowed
+
+
+def reasons(operator: Operator) -> Mapping[str, type[GradserveError]]:
+    """The texts of refusals, as patterns, and our errors in their place."""
+    return {**REASONS, **getattr(_family(operator), "REASONS", {})}
+
+
+def _family(operator: Operator) -> object:
+    return import_module(f"{__name__}.{operator.kernel.__module__.rpartition('.')[2]}")

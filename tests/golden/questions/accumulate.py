@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from service.dtypes import Array
+from service.errors import ShapeMismatch
 from tests.golden.store import Case
 from tests.golden.values import generator, special, special_pairs
 
@@ -38,6 +39,11 @@ SIGNALS: dict[str, Array] = {
     "float16": np.zeros(3, np.float16),
 }
 REFUSED = [((1,), (3,)), ((3,), (2, 3)), ((1,), (1, 1)), ((), (1,)), ((2,), (3,)), ((2, 3), (2,)), ((2, 1), (1, 3))]
+
+REASONS = {
+    r"Attempting to broadcast an axis by a dimension other than 1": ShapeMismatch,
+    r"OrtValue shape verification failed": ShapeMismatch,
+}
 
 
 def ask() -> Iterator[Case]:

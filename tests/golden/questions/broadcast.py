@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from service.errors import ShapeMismatch
 from tests.golden.store import Case
 from tests.golden.values import generator
 
@@ -38,6 +39,8 @@ EDGES: list[tuple[list[int], list[int]]] = [
     ([1, 2, 1, 4], [3, 1, 5, 1]),
     ([1 << 40], [1]),
 ]
+
+REASONS = {r"Broadcast is not possible": ShapeMismatch}
 
 
 def ask() -> Iterator[Case]:

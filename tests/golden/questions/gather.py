@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from service.dtypes import Array
+from service.errors import IndexOutOfRange, InvalidTensor
 from tests.golden.store import Case
 from tests.golden.values import generator, special
 
@@ -24,6 +25,8 @@ EMPTY: list[tuple[tuple[int, ...], int, list[object]]] = [
     ((2, 0, 3), 0, [[1, 1]]),
 ]
 GRAD = np.array([[[0, 1, 2], [3, 4, 5]]] * 2, np.float32)
+
+REASONS = {r"indices element out of data bounds": IndexOutOfRange, r"shape.Size\(\) must be >= 0": InvalidTensor}
 
 
 def ask() -> Iterator[Case]:

@@ -1,14 +1,18 @@
-"""Questions to GRUTraining and GRUGrad: the forward direction at full length, which is all that ONNX Runtime takes.
+"""Questions to GRUTraining and GRUGrad: of ONNX Runtime, the forward direction at full length, which is all it takes.
 
 S, N and I are never 0, and dW and dR are always asked for: else it ends the process. It is not asked with NaN and B,
 where it swallows the NaN. The weights are small enough for gradients not to grow from step to step, but in the cases of
 ONNX Runtime's own tests: there they grow to 1e34, and are as exact as others.
+
+torch.nn.GRU is asked in the terms of both operators: its linear_before_reset is 1. No sequence is empty, which PyTorch
+refuses. Every number is a multiple of 1/64, which float32 and float64 both hold: an answer in float64 is one for both.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +27,9 @@ PEER_SIZE = 32
 """Sequences, inputs and hidden units alike."""
 STATES = ("HAll", "HFinal", "ZRH")
 GRADIENTS = ("dX", "dW", "dR", "dB", "dH0")
+LENGTHS = (None, [2, 4, 1])  # of 5 steps: none takes the last
+LONG = [28] * 9 + [27, 26, 25, 24, 17, 16, 15, 1]
+"""Many sequences, which end together or one after the other."""
 
 
 def ask() -> Iterator[Case]:
@@ -36,6 +43,22 @@ def ask() -> Iterator[Case]:
     yield from _peer_table()
     for steps, linear_before_reset in itertools.product(PEER_STEPS, (0, 1)):
         yield from _peer_drawn(steps, linear_before_reset)
+    directions = ("forward", "bidirectional")
+    for direction, bias, start, lengths in itertools.product(directions, (True, False), (True, False), LENGTHS):
+        yield _of_torch((5, 3, 2, 4), direction, lengths, bias=bias, start=start)
+    for direction, long in itertools.product(directions, (None, LONG)):
+        yield _of_torch((28, 17, 3, 5), direction, long, bias=True, start=True, sample=31)
+
+
+def tolerance(case: Case, output: str) -> Mapping[str, Any]:
+    """How far the kernel may be from the answer."""
+    if case.operator == "GRUTraining":
+        # ONNX Runtime's gates are rational approximations, off by up to 5e-7, which a state collects from step to step.
+        return {"rtol": 0.0, "atol": 4e-6}
+    # The sums run in another order. Those over all steps and sequences may cancel: their error is that of the largest,
+    # and grows with the root of how many numbers they are of, 1024 at most, which is 4e-6 in float32.
+    largest = np.abs(case.outputs[output]).max() if output in ("dW", "dR", "dB") else 0.0
+    return {"rtol": 4e-6, "atol": 4e-6 * max(1.0, largest)}
 
 
 def _pair(
@@ -107,3 +130,32 @@ def _peer_drawn(S: int, linear_before_reset: int) -> Iterator[Case]:
     # Every 31st element of an output: all columns, of a last dimension of 32.
     yield Case("GRUTraining", name, draw(name, shapes), STATES, attributes, sample=31, drawn=True)
     yield Case("GRUGrad", name, draw(name, shapes | given), GRADIENTS, attributes, sample=31, drawn=True)
+
+
+def _of_torch(
+    sizes: tuple[int, int, int, int],
+    direction: str,
+    lengths: list[int] | None,
+    *,
+    bias: bool,
+    start: bool,
+    sample: int = 1,
+) -> Case:
+    S, N, I, H = sizes  # noqa: E741
+    D = 2 if direction == "bidirectional" else 1
+    name = f"{sizes} {direction} B {bias} H0 {start} SL {lengths if S < 10 else lengths is not None}"
+    random = generator("torch", name)
+
+    def coarse(*shape: int) -> Array:
+        return random.integers(-64, 65, shape) / 64
+
+    inputs = {"X": coarse(S, N, I), "W": coarse(D, 3 * H, I), "R": coarse(D, 3 * H, H)}
+    inputs |= {"B": coarse(D, 6 * H)} if bias else {}
+    inputs |= {"SL": np.array(lengths)} if lengths else {}
+    inputs |= {"H0": coarse(D, N, H)} if start else {}
+    gradients = [f"d{name}" for name in inputs if name != "SL"]
+    inputs |= {"grad_HAll": coarse(S, D, N, H), "grad_Ht": coarse(D, N, H)}
+    asked = ("HAll", "HFinal", *gradients)
+    return Case(
+        "GRU", name, inputs, asked, {"direction": direction, "linear_before_reset": 1}, sample=sample, source="torch"
+    )
