@@ -55,6 +55,8 @@ class Kind:
 FLOATS = Kind("float", ("float16", "bfloat16", "float32", "float64"), "float32")
 INTEGERS = Kind("integer", ("int32", "int64"), "int64")
 FLAG = Kind("flag", ("bool",), "bool")
+NUMBERS = Kind("number", (*FLOATS.dtypes, *INTEGERS.dtypes), "float32")
+ELEMENTS = Kind("element", tuple(DTYPES), "float32")
 ANY = Kind("any", tuple(DTYPES), "bool")
 
 

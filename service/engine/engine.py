@@ -13,9 +13,12 @@ from threadpoolctl import threadpool_limits
 from service.dtypes import NAMES, Array, DType
 from service.engine.arena import Arena
 from service.engine.pool import Pool
-from service.errors import DtypeMismatch, MissingTensor, UnknownTensor, shown
-from service.kernels import Operator, Tensor, Workspace, workspace
+from service.errors import DtypeMismatch, MissingTensor, TensorTooLarge, UnknownTensor, shown
+from service.kernels import MAX_MULTIPLY_ADDS, Operator, Tensor, Workspace, workspace
 from service.limits import Limits
+
+MAX_MEMBER_CHARACTERS = 100
+"""Characters of a tensor's name in a group."""
 
 Reserve: TypeAlias = Callable[[int], None]
 """A function that reserves bytes, or raises."""
@@ -55,7 +58,7 @@ class Engine:
         `UnknownTensor`, `MissingTensor`, `DtypeMismatch`, `TensorTooLarge`, what `reserve` raises, and the kernel's own
         errors.
         """
-        self._check(operator, tensors)
+        self._check(operator, tensors, attributes)
         space = self._alone if alone else self._workspace
         with workspace(space if reserve is None else self._reserving(reserve)):
             return operator(tensors, attributes, wanted)
@@ -64,7 +67,7 @@ class Engine:
         self, operator: Operator, tensors: Mapping[str, Array], attributes: Mapping[str, Any], reserve: Reserve
     ) -> Any:
         """Return the only output of a `sparse` operator in pieces, never whole in memory. Raises like `run`."""
-        self._check(operator, tensors)
+        self._check(operator, tensors, attributes)
         with workspace(self._reserving(reserve)):
             return operator.in_pieces(tensors, attributes)
 
@@ -81,11 +84,18 @@ class Engine:
 
         return replace(self._workspace, allocate=allocate, spare=spare, claim=reserve)
 
-    def _check(self, operator: Operator, tensors: Mapping[str, Array]) -> None:
+    def _check(self, operator: Operator, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> None:
         """Raise what `run` raises unless the tensors fit the operator and the limits."""
         _check_types(operator, tensors)
         for name, tensor in tensors.items():
             self.limits.check(name, tensor.shape, tensor.dtype)
+        work = operator.work(tensors, attributes)
+        if work > MAX_MULTIPLY_ADDS:
+            raise TensorTooLarge(
+                f"{operator.name} would take {work} multiplications and additions for these tensors; the limit is"
+                f" {MAX_MULTIPLY_ADDS}: send fewer or smaller ones at a time",
+                limit=MAX_MULTIPLY_ADDS,
+            )
 
     def _allocate(self, shape: tuple[int, ...], dtype: DType) -> Array:
         self.limits.check(None, shape, dtype, label="The output")
@@ -95,26 +105,42 @@ class Engine:
 def check_names(operator: Operator, names: Collection[str]) -> None:
     """Raise `UnknownTensor` or `MissingTensor` unless `names` are inputs of `operator` and hold each required one."""
     for name in names:
-        if name not in operator.input_names:
-            inputs = ", ".join(tensor.name for tensor in operator.inputs)
-            raise UnknownTensor(f"{operator.name} has no input {shown(name)}; its inputs are {inputs}", tensor=name)
+        if name not in operator.inputs_by_name or operator.inputs_by_name[name].group:
+            _check_member(operator, name)
     for name in operator.needed_names:
-        if name not in names:
-            raise MissingTensor(f"{operator.name} needs the input {name!r}", tensor=name)
+        if name in names:
+            continue
+        group = operator.inputs_by_name[name].group
+        if not group or not any(one.startswith(f"{name}.") for one in names):
+            like = f", as {name}.NAME" * group
+            raise MissingTensor(f"{operator.name} needs the input {name!r}{like}", tensor=name)
+
+
+def _check_member(operator: Operator, name: str) -> None:
+    """Raise `UnknownTensor` unless this is the name of a tensor in a group."""
+    group, _, member = name.partition(".")
+    tensor = operator.inputs_by_name.get(group)
+    if tensor is None or not tensor.group:
+        inputs = ", ".join(tensor.name + ".NAME" * tensor.group for tensor in operator.inputs)
+        raise UnknownTensor(f"{operator.name} has no input {shown(name)}; its inputs are {inputs}", tensor=name)
+    if not 1 <= len(member) <= MAX_MEMBER_CHARACTERS or not member.isprintable():
+        raise UnknownTensor(
+            f"{shown(name)} is no tensor of the group {group}: after the dot, it needs a name of 1 to"
+            f" {MAX_MEMBER_CHARACTERS} printable characters",
+            tensor=name,
+        )
 
 
 def _check_types(operator: Operator, tensors: Mapping[str, Array]) -> None:
     """Raise `UnknownTensor`, `MissingTensor` or `DtypeMismatch` unless the names and dtypes of the tensors fit."""
     check_names(operator, tensors)
     bound: dict[str, tuple[str, DType]] = {}
-    for expected in operator.inputs:
-        if expected.name in tensors:
-            _check_dtype(expected, tensors[expected.name].dtype, bound)
+    for name in tensors if operator.has_groups else filter(tensors.__contains__, operator.inputs_by_name):
+        _check_dtype(name, operator.inputs_by_name[name.partition(".")[0]], tensors[name].dtype, bound)
 
 
-def _check_dtype(expected: Tensor, dtype: DType, bound: dict[str, tuple[str, DType]]) -> None:
+def _check_dtype(name: str, expected: Tensor, dtype: DType, bound: dict[str, tuple[str, DType]]) -> None:
     """Raise `DtypeMismatch` unless `dtype` fits. `bound` has the first input of each type variable, and its dtype."""
-    name = expected.name
     if NAMES.get(dtype) not in expected.kind.dtypes:
         raise DtypeMismatch(f"{name} is {dtype}, but must be one of {', '.join(expected.kind.dtypes)}", tensor=name)
     if expected.variable is None:

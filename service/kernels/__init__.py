@@ -2,9 +2,11 @@
 
 from service.kernels import accumulate, activations, broadcast, gather, gru, softmax
 from service.kernels._blocks import Workspace, workspace
-from service.kernels._op import OPERATORS, Attribute, Operator, Tensor
+from service.kernels._op import MAX_MULTIPLY_ADDS, OPERATORS, Operator
+from service.kernels._types import Attribute, Tensor
 
 __all__ = [
+    "MAX_MULTIPLY_ADDS",
     "OPERATORS",
     "Attribute",
     "Operator",

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from service.dtypes import Array, DType, compute_dtype
-from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, TensorTooLarge, shown
+from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
 from service.kernels._blocks import claim, new_output, spare_memory
 from service.kernels._gru_rows import EvenRows, RaggedRows
 
@@ -27,9 +27,6 @@ MIN_SHARED_MULTIPLY_ADDS = 40_000_000
 
 With fewer, threads spend longer on waiting for each other, and for memory that another core has written, than on work.
 """
-MAX_MULTIPLY_ADDS = 1 << 40
-"""The most multiplications and additions, which take a thread about a minute. Bytes bound no work: an X without inputs
-has none, and zeros travel as a few."""
 MIN_STEP_MULTIPLY_ADDS = 1 << 19
 """Multiplications and additions that take as long as NumPy's calls for a step of a block."""
 MIN_STEP_ROWS = 16
@@ -72,18 +69,6 @@ class Plan:
         """Whether the work is too little for a second thread."""
         return self.multiply_adds < MIN_SHARED_MULTIPLY_ADDS
 
-    def check_work(self) -> None:
-        """Raise `TensorTooLarge` if the passes through time take too long, however few bytes the inputs have."""
-        a_step = max(MIN_STEP_ROWS * 3 * self.H * self.H, MIN_STEP_MULTIPLY_ADDS)
-        work = max(self.multiply_adds, self.D * self.steps * len(self.blocks()) * a_step)
-        if work > MAX_MULTIPLY_ADDS:
-            raise TensorTooLarge(
-                f"X of shape {[self.S, self.N, self.I]} with {self.H} hidden units takes as long as {work}"
-                f" multiplications and additions; the limit is {MAX_MULTIPLY_ADDS}: send fewer steps at a time",
-                tensor="X",
-                limit=MAX_MULTIPLY_ADDS,
-            )
-
     def blocks(self) -> list[slice]:
         """Cut the sequences, in the order of `rows`, into blocks. Each block and direction runs through time alone."""
         in_halves = self.D == 1 and self.N > BLOCK_SEQUENCES // 2
@@ -100,6 +85,19 @@ class Plan:
             return []
         height = max(MIN_CHUNK_STEPS, CHUNK_ROWS // self.N)
         return [slice(t, min(t + height, self.steps)) for t in range(0, self.steps, height)]
+
+
+def multiply_adds(X: Array, W: Array, R: Array, SL: Array | None) -> int:
+    """Return the multiplications and additions of the products, or what takes as long: NumPy's calls for the steps.
+
+    The shapes may be wrong: nobody has checked them.
+    """
+    steps, sequences = (*X.shape, 0, 0)[:2]
+    lengths = None if SL is None else SL.clip(0, steps)
+    rows, longest = (steps * sequences, steps) if lengths is None else (int(lengths.sum()), lengths.max(initial=0))
+    blocks = min(max(sequences // BLOCK_SEQUENCES, 1), MAX_BLOCKS) if sequences else 0
+    step = max(MIN_STEP_ROWS * R.size, MIN_STEP_MULTIPLY_ADDS * sum(R.shape[:1]))
+    return max(rows * (2 * W.size + R.size), int(longest) * blocks * step)
 
 
 _REVERSE: dict[str, tuple[bool, ...]] = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
@@ -126,9 +124,7 @@ def make_plan(
         _check_lengths(SL, S, N)
         steps = int(SL.max(initial=0))
         lengths = None if (SL == steps).all() else SL
-    plan = Plan(S, N, I, H, len(reverse), reverse, lengths, steps, linear_before_reset == 1)
-    plan.check_work()
-    return plan
+    return Plan(S, N, I, H, len(reverse), reverse, lengths, steps, linear_before_reset == 1)
 
 
 def _check_attributes(

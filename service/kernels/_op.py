@@ -1,65 +1,33 @@
 """`@op`: a kernel's Python signature is its schema, and `OPERATORS` is the table of all operators.
 
-Positional-only parameters are tensor inputs (`T | None = None`: optional). Keyword-only parameters are attributes,
-except `out`, and `wanted`: the names of the outputs to compute, for a kernel that can compute fewer. The annotation is
-the type constraint; parameters that share a type variable share a dtype. `Rank3[T]` is a T with three dimensions.
+Positional-only parameters are tensor inputs (`T | None = None`: optional). `Group[T]` is a group of tensors: a mapping
+name -> array. Keyword-only parameters are attributes, except `out`, and `wanted`: the names of the outputs to compute,
+for a kernel that can compute fewer. The annotation is the type constraint; parameters that share a type variable share
+a dtype. `Rank3[T]` is a T with three dimensions. An attribute is an int, a float, a str or a `Literal`, or a list of
+these, and may be None; one without a default is required.
+
+Everywhere but in a kernel's arguments, the tensor `b` of the group `weights` has the name `weights.b`.
 """
 
 from __future__ import annotations
 
 import inspect
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from service import dtypes
-from service.dtypes import Array
-
-T = TypeVar("T", bound=Annotated[Array, dtypes.FLOATS])
-T_GRAD = TypeVar("T_GRAD", bound=Annotated[Array, dtypes.FLOATS])
-Tind = TypeVar("Tind", bound=Annotated[Array, dtypes.INTEGERS])
-TSize = TypeVar("TSize", bound=Annotated[Array, dtypes.INTEGERS])
-Shape = TypeVar("Shape", bound=Annotated[Array, dtypes.INTEGERS])
-Flag = Annotated[Array, dtypes.FLAG]
-AnyTensor = Annotated[Array, dtypes.ANY]
-
-# Tensors whose rank `Tensor.rank` tells clients. The other tensors have one dimension, or work with one.
-AnyArray = TypeVar("AnyArray", bound=Array)
-Rank2 = Annotated[AnyArray, 2]
-Rank3 = Annotated[AnyArray, 3]
-Rank4 = Annotated[AnyArray, 4]
+from service.dtypes import DTYPES, Array
+from service.errors import UnknownTensor, shown
+from service.kernels._types import Attribute, Tensor, read_attribute, read_tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-
-@dataclass(frozen=True)
-class Tensor:
-    """An input or output of an operator: its name, its dtypes, and the type variable it shares with others, if any."""
-
-    name: str
-    kind: dtypes.Kind
-    variable: str | None = None
-    optional: bool = False
-    rank: int = 1
-    """The number of dimensions that clients read: the only one, or, if the kernel takes several, one that works."""
-
-
-@dataclass(frozen=True)
-class Attribute:
-    """An option of an operator: its name, Python type and default."""
-
-    name: str
-    type: Any
-    default: Any
-
-    @property
-    def type_name(self) -> str:
-        """The type as text for readers: int, float, list[str] | None, or the choices of a literal."""
-        if get_origin(self.type) is Literal:
-            return " | ".join(get_args(self.type))
-        return self.type.__name__ if isinstance(self.type, type) else str(self.type)
+MAX_MULTIPLY_ADDS = 1 << 40
+"""The most multiplications and additions of a call. They take a thread about a minute."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,19 +42,24 @@ class Operator:
     formula: str
     description: str
     example: Mapping[str, Any]
-    """A tensor for each input, as JSON: a nested list, a scalar, or an object with dtype and data."""
+    """Inputs as JSON: each a nested list, a scalar, or an object with dtype and data; a group is an object of them."""
+    example_attributes: Mapping[str, Any]
+    """The attributes of the example."""
 
     takes_wanted: bool
     """Whether the kernel has a parameter `wanted`, and computes only the outputs that it names."""
-    linear: bool
-    """Whether the bytes of the inputs bound the operator's time and memory."""
+    multiply_adds: Callable[..., int] | None
+    """A function with the kernel's parameters. It returns the multiplications and additions that a call takes.
+
+    None if the bytes of the inputs bound the operator's time and memory.
+    """
     sparse: Callable[..., Any] | None
     """A function with the kernel's parameters. It returns the only output as an object that computes pieces of it."""
 
     @cached_property
-    def input_names(self) -> frozenset[str]:
-        """The names of the inputs."""
-        return frozenset(tensor.name for tensor in self.inputs)
+    def inputs_by_name(self) -> Mapping[str, Tensor]:
+        """The inputs, name -> tensor."""
+        return {tensor.name: tensor for tensor in self.inputs}
 
     @cached_property
     def needed_names(self) -> tuple[str, ...]:
@@ -98,13 +71,54 @@ class Operator:
         """The names of the outputs."""
         return tuple(tensor.name for tensor in self.outputs)
 
+    @cached_property
+    def has_groups(self) -> bool:
+        """Whether any input or output is a group."""
+        return any(tensor.group for tensor in (*self.inputs, *self.outputs))
+
+    @cached_property
+    def example_tensors(self) -> dict[str, Array]:
+        """The inputs of the example, name -> array."""
+
+        def array(value: Any, kind: dtypes.Kind) -> Array:
+            given = value if isinstance(value, Mapping) else {"data": value}
+            return np.array(given["data"], DTYPES[given.get("dtype", kind.default)])
+
+        tensors = {}
+        for name, value in self.example.items():
+            tensor = self.inputs_by_name[name]
+            members = {f"{name}.{key}": item for key, item in value.items()} if tensor.group else {name: value}
+            tensors.update({key: array(item, tensor.kind) for key, item in members.items()})
+        return tensors
+
+    def outputs_for(self, inputs: Iterable[str]) -> list[str]:
+        """Return the names of the outputs that a call with these inputs has. A group of unknown length has one name."""
+        names: dict[str, list[str]] = {}
+        for name in inputs if self.has_groups else ():
+            group, dot, member = name.partition(".")
+            names.setdefault(group, []).append(dot + member)
+        return [
+            output.name + member
+            for output in self.outputs
+            for member in (names.get(output.like, []) if output.like else [""])
+        ]
+
     def __call__(
         self, tensors: Mapping[str, Array], attributes: Mapping[str, Any], wanted: Sequence[str] | None = None
     ) -> dict[str, Array]:
-        """Run the kernel on `tensors`, input name -> array. Return the outputs by name, or only those in `wanted`."""
-        selection = {"wanted": wanted} if wanted is not None and self.takes_wanted else {}
+        """Run the kernel on `tensors`, input name -> array. Return the outputs by name, or only those in `wanted`.
+
+        The name of a group there means all of its tensors.
+        """
+        selection = {}
+        if wanted is not None and self.takes_wanted:
+            selection = {"wanted": [name.partition(".")[0] for name in wanted]}
         result = self.kernel(*self._in_order(tensors), **attributes, **selection)
         results = dict(zip(self.output_names, result if isinstance(result, tuple) else (result,), strict=True))
+        if self.has_groups:
+            results = _flat(results)
+            if wanted is not None:
+                return self._chosen(results, wanted)
         return results if wanted is None else {name: results[name] for name in wanted}
 
     def in_pieces(self, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> Any:
@@ -112,8 +126,34 @@ class Operator:
         assert self.sparse is not None
         return self.sparse(*self._in_order(tensors), **attributes)
 
-    def _in_order(self, tensors: Mapping[str, Array]) -> list[Array | None]:
-        return [tensors.get(tensor.name) for tensor in self.inputs]
+    def work(self, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> int:
+        """Return the multiplications and additions of a call beyond a few for each element of the inputs."""
+        if self.multiply_adds is None:
+            return 0
+        given = self._in_order(tensors)
+        if any(array is None and not tensor.optional for tensor, array in zip(self.inputs, given, strict=True)):
+            return 0  # the call will be refused
+        return self.multiply_adds(*given, **attributes)
+
+    def _chosen(self, results: Mapping[str, Array], wanted: Sequence[str]) -> dict[str, Array]:
+        """Return the results in `wanted`, where the name of a group means all of its tensors."""
+        for name in wanted:
+            if name not in results and name not in self.output_names:
+                problem = f"{self.name} has no output {shown(name)} here; its outputs are {shown(', '.join(results))}"
+                raise UnknownTensor(problem, tensor=name)
+        return {name: result for name, result in results.items() if {name, name.partition(".")[0]} & {*wanted}}
+
+    def _in_order(self, tensors: Mapping[str, Array]) -> list[Any]:
+        if not self.has_groups:
+            return [tensors.get(tensor.name) for tensor in self.inputs]
+        given: dict[str, Any] = {}
+        for name, array in tensors.items():
+            group, dot, member = name.partition(".")
+            if dot:
+                given.setdefault(group, {})[member] = array
+            else:
+                given[name] = array
+        return [_sorted(given.get(one.name)) if one.group else given.get(one.name) for one in self.inputs]
 
 
 OPERATORS: dict[str, Operator] = {}
@@ -124,52 +164,69 @@ def op(
     *,
     outputs: str,
     example: Mapping[str, Any],
-    linear: bool = True,
+    multiply_adds: Callable[..., int] | None = None,
     sparse: Callable[..., Any] | None = None,
 ) -> Callable[[F], F]:
     """Declare the decorated kernel as the operator `name`, with the space-separated names of its `outputs`.
 
-    Pass `linear=False` if a few bytes of input can keep the kernel busy for long. Pass `sparse` if most of the output
-    may be zero: it computes the output piece by piece. The decorator returns the kernel unchanged.
+    `updated:weights` is a group of outputs with the names of the group of inputs `weights`. Pass `multiply_adds` if a
+    few bytes of input can keep the kernel busy for long: a function with the kernel's parameters, which no one has
+    checked yet, that returns how many multiplications and additions it takes. Pass `sparse` if most of the output may
+    be zero: it computes the output piece by piece. The `example` has inputs, and attributes if they matter. The
+    decorator returns the kernel unchanged. Raises `TypeError` for a declaration that has no meaning.
     """
 
     def register(kernel: F) -> F:
         hints = get_type_hints(kernel, include_extras=True)
         parameters = inspect.signature(kernel).parameters.values()
+        for parameter in parameters:
+            if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.KEYWORD_ONLY):
+                problem = f"{name}: {parameter} is {parameter.kind.description}: neither a tensor nor an attribute"
+                raise TypeError(problem)
         returned = hints["return"]
         returns = get_args(returned) if get_origin(returned) is tuple else (returned,)
         formula, _, description = (inspect.getdoc(kernel) or "").partition("\n")
-        OPERATORS[name] = Operator(
+        inputs = tuple(read_tensor(p.name, hints[p.name]) for p in parameters if p.kind is p.POSITIONAL_ONLY)
+        attributes = tuple(
+            read_attribute(p.name, hints[p.name], p.default)
+            for p in parameters
+            if p.kind is p.KEYWORD_ONLY and p.name not in ("out", "wanted")
+        )
+        operator = Operator(
             name=name,
             kernel=kernel,
-            inputs=tuple(_tensor(p.name, hints[p.name]) for p in parameters if p.kind is p.POSITIONAL_ONLY),
-            outputs=tuple(_tensor(*pair) for pair in zip(outputs.split(), returns, strict=True)),
-            attributes=tuple(
-                Attribute(p.name, hints[p.name], p.default)
-                for p in parameters
-                if p.kind is p.KEYWORD_ONLY and p.name not in ("out", "wanted")
-            ),
+            inputs=inputs,
+            outputs=tuple(read_tensor(*pair) for pair in zip(outputs.split(), returns, strict=True)),
+            attributes=attributes,
             formula=formula.strip(),
             description=description.strip(),
-            example=example,
+            example={tensor.name: example[tensor.name] for tensor in inputs if tensor.name in example},
+            example_attributes={one.name: example[one.name] for one in attributes if one.name in example},
             takes_wanted="wanted" in hints,
-            linear=linear,
+            multiply_adds=multiply_adds,
             sparse=sparse,
         )
+        unknown = example.keys() - operator.example.keys() - operator.example_attributes.keys()
+        unknown |= {one.like for one in operator.outputs if one.like} - {one.name for one in inputs if one.group}
+        if unknown:
+            raise TypeError(f"{name} has no input or attribute {', '.join(sorted(unknown))}")
+        OPERATORS[name] = operator
         return kernel
 
     return register
 
 
-def _tensor(name: str, hint: Any) -> Tensor:
-    optional = False
-    if get_origin(hint) in (Union, types.UnionType):
-        (hint,) = (arm for arm in get_args(hint) if arm is not type(None))
-        optional = True
-    notes = getattr(hint, "__metadata__", ())
-    base: Any = hint.__origin__ if notes else hint
-    variable = base.__name__ if isinstance(base, TypeVar) else None
-    notes += base.__bound__.__metadata__ if variable else ()
-    (kind,) = (note for note in notes if isinstance(note, dtypes.Kind))
-    (rank,) = [note for note in notes if isinstance(note, int)] or [1]
-    return Tensor(name, kind, variable, optional, rank)
+def _sorted(group: Mapping[str, Array] | None) -> Mapping[str, Array] | None:
+    """Return a sequence in the order of its numbers, and other groups as they came."""
+    if group is None or not all(map(str.isdecimal, group)):
+        return group
+    return {member: group[member] for member in sorted(group, key=int)}
+
+
+def _flat(results: Mapping[str, Any]) -> dict[str, Array]:
+    flat: dict[str, Array] = {}
+    for name, result in results.items():
+        flat.update(
+            {f"{name}.{key}": one for key, one in result.items()} if isinstance(result, Mapping) else {name: result}
+        )
+    return flat

@@ -15,7 +15,8 @@ from service.dtypes import BFLOAT16, BOOL, FLOAT16, FLOAT64, Array, DType, cast,
 from service.errors import InvalidTensor, ShapeMismatch
 from service.kernels._blocks import block_length, new_output, scratch, share_out
 from service.kernels._narrow import narrow, widen
-from service.kernels._op import T_GRAD, AnyTensor, Flag, T, op
+from service.kernels._op import op
+from service.kernels._types import T_GRAD, AnyTensor, Flag, T
 
 _BUFFER = {"gradient_buffer": [[1.0, 2.0], [3.0, 4.0]], "gradient": [0.5, -0.5]}
 

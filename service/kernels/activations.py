@@ -13,7 +13,8 @@ from service.dtypes import BOOL, Array
 from service.kernels._blocks import scratch
 from service.kernels._checks import same_shape
 from service.kernels._elementwise import elementwise
-from service.kernels._op import T, op
+from service.kernels._op import op
+from service.kernels._types import T
 
 _SAMPLE = {"dY": [[1.0, -2.0], [3.0, 0.5]], "X": [[0.5, -1.0], [2.0, 0.0]]}
 _PROBABILITIES = {"dY": [[1.0, -2.0], [3.0, 0.5]], "Y": [[0.5, 0.25], [0.75, 1.0]]}

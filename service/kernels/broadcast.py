@@ -6,7 +6,8 @@ import numpy as np
 
 from service.dtypes import Array
 from service.errors import ShapeMismatch, TooManyDimensions, shown
-from service.kernels._op import Shape, op
+from service.kernels._op import op
+from service.kernels._types import Shape
 
 MAX_LENGTH = 1 << 16
 """Dimensions of an operand: a thousand times as many as a tensor has. Each takes up to 40 bytes on the way."""

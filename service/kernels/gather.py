@@ -15,7 +15,8 @@ from service.dtypes import INT64, Array, DType, compute_dtype
 from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch, TooManyDimensions
 from service.kernels._blocks import block_length, claim, new_output, share_out, spare_memory
 from service.kernels._checks import normalize_axis
-from service.kernels._op import Shape, T, Tind, op
+from service.kernels._op import op
+from service.kernels._types import Shape, T, Tind
 from service.limits import MAX_RANK
 
 SORT_BYTES = 16
@@ -95,7 +96,7 @@ class GatheredRows:
     "GatherGrad",
     outputs="output",
     example={"shape": [3, 2], "indices": [0, 2, 0], "grad": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]},
-    linear=False,
+    multiply_adds=lambda shape, indices, grad, **_: math.prod(shape.ravel()[:MAX_RANK].tolist()),
     sparse=GatheredRows,
 )
 def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: T | None = None) -> T:

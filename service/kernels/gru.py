@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from service.dtypes import compute_dtype
+from service.dtypes import Array, compute_dtype
 from service.kernels._gru_backward import Backward
 from service.kernels._gru_forward import Forward
 from service.kernels._gru_plan import (
@@ -30,11 +30,13 @@ from service.kernels._gru_plan import (
     check_shape,
     make_outputs,
     make_plan,
+    multiply_adds,
     round_output,
     widen_input,
     widen_tensor,
 )
-from service.kernels._op import Rank2, Rank3, Rank4, T, TSize, op
+from service.kernels._op import op
+from service.kernels._types import Rank2, Rank3, Rank4, T, TSize
 
 _INPUTS = {
     "X": [[[1.0]], [[-0.5]]],
@@ -48,7 +50,11 @@ _GATES = {"HAll": [[[[0.5]]], [[[0.0]]]], "ZRH": [[[[0.75, 0.5, 0.5]]], [[[0.5, 
 _GRADIENTS = {"grad_HAll": [[[[1.0]]], [[[0.5]]]], "grad_Ht": [[[1.0]]]}
 
 
-@op("GRUTraining", outputs="HAll HFinal ZRH", example=_INPUTS, linear=False)
+def _multiply_adds(X: Array, W: Array, R: Array, B: Array | None, SL: Array | None, *_: object, **__: object) -> int:
+    return multiply_adds(X, W, R, SL)
+
+
+@op("GRUTraining", outputs="HAll HFinal ZRH", example=_INPUTS, multiply_adds=_multiply_adds)
 def gru_training(
     X: Rank3[T],
     W: Rank3[T],
@@ -91,7 +97,7 @@ def gru_training(
     return tuple(round_output(*pair) for pair in outputs)  # type: ignore[return-value]
 
 
-@op("GRUGrad", outputs="dX dW dR dB dH0", example={**_INPUTS, **_GATES, **_GRADIENTS}, linear=False)
+@op("GRUGrad", outputs="dX dW dR dB dH0", example={**_INPUTS, **_GATES, **_GRADIENTS}, multiply_adds=_multiply_adds)
 def gru_grad(
     X: Rank3[T],
     W: Rank3[T],

@@ -20,7 +20,8 @@ from service.kernels._blocks import block_length, scratch, share_out
 from service.kernels._checks import normalize_axis, same_shape
 from service.kernels._elementwise import prepare
 from service.kernels._narrow import narrow, widen
-from service.kernels._op import Rank2, T, op
+from service.kernels._op import op
+from service.kernels._types import Rank2, T
 
 MIN_TILE_COLUMNS = 4096
 """The fewest columns in a tile, unless the tensor has fewer: short pieces of distant rows are slow to read."""

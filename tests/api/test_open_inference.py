@@ -14,7 +14,8 @@ import pytest
 
 from service.engine.engine import Engine
 from service.kernels import OPERATORS
-from service.kernels._op import T, op
+from service.kernels._op import op
+from service.kernels._types import T
 from tests.serving import serving
 
 INFER = "/v2/models/InPlaceAccumulatorV2/infer"

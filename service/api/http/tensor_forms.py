@@ -115,7 +115,14 @@ Values = TypeAliasType("Values", Number | bool | list[Any])
 it."""
 
 
-_DATA: Mapping[str, Any] = {"float": Numbers, "integer": Integers, "flag": Booleans, "any": Values}
+_DATA: Mapping[str, Any] = {
+    "float": Numbers,
+    "integer": Integers,
+    "flag": Booleans,
+    "number": Numbers,
+    "element": Values,
+    "any": Values,
+}
 
 
 def absent() -> Any:
