@@ -1,20 +1,23 @@
 """Framing: where a request's head ends, and where its body ends. Bytes behind a request stay unparsed.
 
 httptools does not pass on the body of a request that offers another protocol (MagicStack/httptools#124), and uvicorn
-loses it (Kludex/uvicorn#2722). Java's client offers HTTP/2 with every first request. So httptools parses only heads and
-chunks here; the bytes of a body with a Content-Length are counted.
+loses it (Kludex/uvicorn#2722). Java's client offers HTTP/2 with every first request. In a chunked body httptools
+refuses blanks that RFC 9112 allows, and does not say how long trailers are. So it parses only heads here.
 """
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 import httptools
 
 from service.errors import HeadTooLarge, MalformedBody, shown
 
-BLANK_LINE = b"\r\n\r\n"
-"""The end of each head and of each chunked body: the parser accepts no other line break."""
+LINE_BREAK = b"\r\n"
+
+BLANK_LINE = LINE_BREAK * 2
+"""The end of each head: the parser accepts no other line break."""
 
 MAX_HEAD_BYTES = 1 << 16
 """Bytes of a head, or of the trailers behind a chunked body. deploy/nginx.conf has the same limit."""
@@ -27,6 +30,11 @@ VERSIONS = (b" HTTP/1.1\r\n", b" HTTP/1.0\r\n")
 
 _is_host = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?").fullmatch
 """The value of Host: a name, an address, or nothing, and a port (RFC 3986, 3.2.2)."""
+
+_chunk = re.compile(rb"(0*[0-9A-Fa-f]{1,15})[\t ]*(;[\t -~\x80-\xff]*)?\r\n").fullmatch
+"""The size of a chunk, with blanks behind it and any extensions: they are not judged, because nothing reads them."""
+
+_is_trailer = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r\n").fullmatch
 
 
 class Incoming:
@@ -165,53 +173,96 @@ class SizedBody:
 
 
 class ChunkedBody:
-    """Parses the bytes of a chunked body; `codings` are the values of its Transfer-Encoding."""
+    """Parses the bytes of a chunked body (RFC 9112, 7.1). It ignores extensions and trailers."""
 
-    def __init__(self, codings: list[bytes]) -> None:
-        self._chunks, self._overhead = _Chunks(), 0
-        self._parser = httptools.HttpRequestParser(self._chunks)
-        self._parser.set_dangerous_leniencies(lenient_spaces_after_chunk_size=True)  # RFC 9112, 7.1.1: before a `;`
-        _feed(self._parser, b"POST / HTTP/1.1\r\nTransfer-Encoding: %b\r\n\r\n" % b", ".join(codings))
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the whole body has come, and its trailers."""
-        return self._chunks.is_complete
-
-    def take(self, incoming: Incoming) -> bytes:
-        """Return the body's next bytes. Raises `MalformedBody` for an invalid chunk, and for too long trailers."""
-        piece, pieces = incoming.take_to_blank_line(), self._chunks.pieces
-        _feed(self._parser, piece)
-        body = b"".join(pieces)
-        pieces.clear()
-        self._overhead = 0 if body else self._overhead + len(piece)
-        if self._overhead > MAX_HEAD_BYTES:
-            raise MalformedBody(f"Beside its chunks, this body has more than {MAX_HEAD_BYTES} bytes.")
-        return body
-
-
-class _Chunks:
-    """The chunks that the parser finds in a body. It ignores trailers, so they never become headers."""
+    is_complete = False
+    """Whether the whole body has come, and its trailers."""
 
     def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-        self.is_complete = False
+        self._take_line = ChunkedBody._take_size  # not bound: that would be a reference cycle
+        self._left = 0  # bytes of the running chunk
+        self._rest = b""  # what has come of a line
+        self._trailers = self._trailer_bytes = 0
 
-    def on_body(self, body: bytes) -> None:
-        self.pieces.append(body)
-
-    def on_message_complete(self) -> None:
-        self.is_complete = True
-
-    def on_message_begin(self) -> None:
+    def take(self, incoming: Incoming) -> bytes:
+        """Return the body's next bytes. Raises `MalformedBody` for an invalid line, and for too long or many lines."""
+        data, pieces, at = self._rest + incoming.take(incoming.size), list[bytes](), 0
+        while at < len(data) and not self.is_complete:
+            if self._left:
+                pieces.append(data[at : at + self._left])
+                at += len(pieces[-1])
+                self._left -= len(pieces[-1])
+            elif end := data.find(b"\n", at) + 1:
+                self._take_line(self, data[at:end])
+                at = self._take_chunks(data, end, pieces)
+            else:
+                break
+        self._rest = data[at:]
         if self.is_complete:
-            raise MalformedBody("The body ends before its blank line.")
+            incoming.add(self._rest)
+        elif self._trailer_bytes + len(self._rest) > MAX_HEAD_BYTES:
+            raise _too_long()
+        return b"".join(pieces)
+
+    def _take_chunks(self, data: bytes, at: int, pieces: list[bytes]) -> int:
+        """Take the running chunk and the next ones if all of their bytes have come. Return the place behind them."""
+        while (size := self._left) and data[at + size : at + size + 2] == LINE_BREAK:
+            pieces.append(data[at : at + size])
+            at += size + 2
+            end = data.find(b"\n", at) + 1
+            if not end:
+                self._left, self._take_line = 0, ChunkedBody._take_size
+                break
+            self._take_size(data[at:end])
+            at = end
+        return at
+
+    def _take_size(self, line: bytes) -> None:
+        self._left = _size_of(line)
+        self._take_line = ChunkedBody._take_end if self._left else ChunkedBody._take_trailer
+
+    def _take_end(self, line: bytes) -> None:
+        if line != LINE_BREAK:
+            raise _invalid("end of a chunk", line, "a line break")
+        self._take_line = ChunkedBody._take_size
+
+    def _take_trailer(self, line: bytes) -> None:
+        if line == LINE_BREAK:
+            self.is_complete = True
+            return
+        if not _is_trailer(line):
+            raise _invalid("trailer", line, "a name, a colon and a value")
+        self._trailers += 1
+        self._trailer_bytes += len(line)
+        if self._trailers > MAX_HEADERS:
+            raise MalformedBody(f"Behind its chunks, this body has more than {MAX_HEADERS} trailers, the limit")
+        if self._trailer_bytes > MAX_HEAD_BYTES:
+            raise _too_long()
+
+
+@lru_cache(16)
+def _size_of(line: bytes) -> int:
+    """Return the size of the chunk behind this line. Most chunks of a body have the same."""
+    if len(line) > MAX_HEAD_BYTES:
+        raise _too_long()
+    match = _chunk(line)
+    if match is None:
+        raise _invalid("chunk size", line, "hexadecimal digits, and perhaps extensions behind a semicolon")
+    return int(match[1], 16)
+
+
+def _too_long() -> MalformedBody:
+    return MalformedBody(f"Beside its chunks, this body has more than {MAX_HEAD_BYTES} bytes.")
+
+
+def _invalid(what: str, line: bytes, expected: str) -> MalformedBody:
+    return MalformedBody(f"The {what} of the body is {shown(line.decode('latin-1'))}, but must be {expected}")
 
 
 def body_of(head: Head) -> SizedBody | ChunkedBody:
-    """Return the parser of the body behind this head. Raises `MalformedBody` for a transfer coding without an end."""
+    """Return the parser of the body behind this head."""
     if b"transfer-encoding" in head.last:
-        return ChunkedBody(head.values(b"transfer-encoding"))
+        return ChunkedBody()  # the parser refuses other codings than chunked as the last
     return SizedBody(int(head.last.get(b"content-length", 0)))  # the parser refuses a second length
 
 

@@ -317,7 +317,7 @@ def secure(url: str, made: Path) -> ssl.SSLSocket:
     return connection
 
 
-def assert_lives(connection: ssl.SSLSocket) -> None:
+def assert_lives(connection: socket.socket) -> None:
     answer = b""
     while not answer.endswith(b'{"live":true}'):
         part = connection.recv(1 << 16)

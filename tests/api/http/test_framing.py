@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.api.http.framing import BLANK_LINE, Head, HeadReader, Incoming, body_of
+from service.api.http.framing import BLANK_LINE, ChunkedBody, Head, HeadReader, Incoming, body_of
 from service.errors import MalformedBody
 
 SIZED = b"POST /a?b HTTP/1.1\r\nHost: x\r\nContent-Length: 8\r\n\r\n1\r\n\r\n234"
@@ -53,19 +53,59 @@ def test_the_parser_ends_a_head_at_a_blank_line_only(start: bytes, parts: list[b
     assert_ends(Head(), start, b"".join(parts))
 
 
+CHUNKS = [*PARTS, b"\t", b"=", b'"', b"5\r\nhello\r\n", b"1;a=b\r\nc\r\n", b"0\r\n\r\n", b"GET"]
+
+
 class Seen:
-    is_complete = False
+    """What the parser of heads makes of a chunked body."""
+
+    def __init__(self) -> None:
+        self.body, self.is_complete = b"", False
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
 
     def on_message_complete(self) -> None:
         self.is_complete = True
 
 
-@given(st.lists(st.sampled_from(PARTS), max_size=10))
-def test_the_parser_ends_a_chunked_body_at_a_blank_line_only(parts: list[bytes]) -> None:
-    assert_ends(Seen(), b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"".join(parts))
+@given(st.lists(st.sampled_from(CHUNKS), max_size=10))
+def test_a_chunked_body_is_what_another_parser_takes_it_for(parts: list[bytes]) -> None:
+    """That parser, of heads, refuses some of what RFC 9112 allows."""
+    seen = Seen()
+    parser = httptools.HttpRequestParser(seen)
+    parser.feed_data(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+    text = b"".join(parts)
+    for count in range(len(text)):
+        try:
+            parser.feed_data(text[count : count + 1])
+        except httptools.HttpParserError:
+            return
+        if seen.is_complete:
+            assert taken([text]) == (seen.body, True, text[count + 1 :])
+            return
+    assert taken([text]) == (seen.body, False, b"")
 
 
-def assert_ends(seen: Head | Seen, start: bytes, text: bytes) -> None:
+@given(st.lists(st.sampled_from(CHUNKS), max_size=10))
+def test_cutting_a_chunked_body_does_not_change_it(parts: list[bytes]) -> None:
+    text = b"".join(parts)
+    assert taken([text]) == taken([text[place : place + 1] for place in range(len(text))])
+
+
+def taken(pieces: list[bytes]) -> tuple[bytes, bool, bytes] | str:
+    """Return the body, whether it is complete, and the bytes that are left; or the error."""
+    body, incoming, text = ChunkedBody(), Incoming(), b""
+    for piece in pieces:
+        incoming.add(piece)
+        try:
+            text += b"" if body.is_complete else body.take(incoming)
+        except MalformedBody as error:
+            return error.detail
+    return text, body.is_complete, bytes(incoming.take(incoming.size))
+
+
+def assert_ends(seen: Head, start: bytes, text: bytes) -> None:
     parser = httptools.HttpRequestParser(seen)
     parser.feed_data(start)
     for count in range(len(text)):
