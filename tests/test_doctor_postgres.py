@@ -67,6 +67,8 @@ STAGED = "(select max(value) from deltas where blob {} null)"
 
 LOST = "value N belongs to no buffer and no push that can be read"
 
+MISCOUNTED = "the value N has a gradient whose bytes are counted wrong"
+
 HURT_PUSH = "a staged gradient of the push 'p' is damaged"
 
 HURT = {name: f"the running value of the buffer {name!r} is damaged" for name in ("small", "large")}
@@ -76,7 +78,9 @@ DAMAGE = {
     f"delete from deltas where value = {SMALL} and seq = 2": [HURT["small"]],
     f"delete from deltas where value = {SMALL} and seq = 3": [HURT["small"]],
     f"delete from deltas where value = {SMALL}": [HURT["small"]],
-    f"update deltas set data = substr(data, 2) where value = {SMALL} and seq = 1": [HURT["small"]],
+    f"update deltas set data = substr(data, 2) where value = {SMALL} and seq = 1": [HURT["small"], MISCOUNTED],
+    f"update deltas set bytes = 9 where value = {SMALL} and seq = 1": [MISCOUNTED],
+    "update pushes set bytes = 9": ["the bytes of the push 'p' are counted wrong until its next part comes"],
     f"update deltas set dtype = 'x' where value = {SMALL} and seq = 1": [HURT["small"]],
     f"update deltas set shape = '[7]' where value = {SMALL} and seq = 1": [HURT["small"]],
     "update buffers set seq = 1 where name = 'small'": [HURT["small"]],
@@ -98,7 +102,7 @@ DAMAGE = {
         HURT_PUSH,
         "the blob N of N bytes belongs to no gradient",
     ],
-    f"update deltas set data = substr(data, 2) where value = {STAGED.format('is')}": [HURT_PUSH],
+    f"update deltas set data = substr(data, 2) where value = {STAGED.format('is')}": [HURT_PUSH, MISCOUNTED],
     f"update deltas set dtype = 'x' where value = {STAGED.format('is')}": [HURT_PUSH],
     f"update deltas set seq = 2 where value = {STAGED.format('is')}": [HURT_PUSH],
     f"insert into unowned select blob, 0 from deltas where value = {STAGED.format('is not')}": [

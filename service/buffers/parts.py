@@ -22,7 +22,7 @@ from service.buffers.staging import (
     staged_part,
 )
 from service.buffers.transaction import Transaction
-from service.errors import GradserveError, shown
+from service.errors import BufferCorrupt, GradserveError, shown
 
 
 class Forget(Change):
@@ -50,8 +50,12 @@ def make(txn: Transaction, request: Request, namespace: str, now: float) -> Outc
 
 
 def _forget(txn: Transaction, part: Part, now: float) -> Outcome:
-    """Forget the push if it is not complete, and free what it has staged: these parts."""
-    push = txn.push(part.name)
+    """Forget the push if it is not complete, and free what it has staged: these parts. None if it is damaged."""
+    push = None
+    try:
+        push = txn.push(part.name)
+    except BufferCorrupt:
+        txn.put_push(part.name, None)  # what it has staged stays until an export
     if push is None:
         return Outcome({}, staged=[])
     free_push(txn, part.name, push)

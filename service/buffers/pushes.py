@@ -16,6 +16,9 @@ from service.errors import GradserveError, InvalidParameter, KeyReused, TooManyT
 MAX_PARTS = 1000
 """Parts of a push: 64 GB in the largest requests that a server takes by default."""
 
+MAX_STORED_BYTES = 1 << 50
+"""Bytes of a gradient or of a push, at most. No store is as large: a count of more is damaged."""
+
 DRAFT = "\n"
 """What the name of a push begins with that no client has sent: a store writes a large part under it."""
 

@@ -58,7 +58,7 @@ class Transaction(Protocol):
         """Return the push, even if its time is over. Raises `BufferCorrupt`."""
 
     def put_push(self, name: PushName, push: Push | None) -> None:
-        """Store the push in place of its earlier state; None removes it. What it has staged stays."""
+        """Store the push in place of its earlier state; None removes it, damaged or not. What it has staged stays."""
 
     def admit_part(self, namespace: str, nbytes: int) -> None:
         """Raise `StoreFull` if the namespace may not stage this many bytes more."""

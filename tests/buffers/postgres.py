@@ -60,8 +60,8 @@ class Schema:
         self.ask(f"drop schema {self.name} cascade")
 
     def damage(self, pattern: bytes) -> None:
-        """Cut the first byte off everything that holds `pattern`: records, gradients, and the rows of blobs."""
-        columns = {"buffers": "record", "deltas": "data", "chunks": "data"}
+        """Cut the first byte off everything that holds `pattern`: records, pushes, gradients, and the rows of blobs."""
+        columns = {"buffers": "record", "pushes": "record", "deltas": "data", "chunks": "data"}
         cuts = [
             f"update {table} set {data} = substr({data}, 2) where position(%s::bytea in {data}) > 0 returning 1"
             for table, data in columns.items()

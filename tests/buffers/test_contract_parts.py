@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from service.buffers.pushes import Part
 from service.buffers.rules import SetRules
 from service.buffers.store import Store
 from service.errors import (
+    BufferCorrupt,
     DuplicateContributor,
     EpochGone,
     GradserveError,
@@ -233,6 +235,21 @@ def test_a_limit_that_comes_while_a_push_is_staged_holds_for_it(namespace: Store
 def forget(store: Store, push: str = "p") -> Outcome:
     place = Part(push, 0, 1, store.namespace, b"", 0.0)
     return store.submit(Request([Forget()], part=place)).result(PATIENCE)
+
+
+def test_a_damaged_push_can_be_forgotten(reopen_damaged: Callable[..., Store]) -> None:
+    store = reopen_damaged()
+    create(store, "a", "b")
+    for push in ("hurt", "well"):
+        part(store, 1, {"a": [1, 2]}, push=push, contributor=f"who {push}")
+    store = reopen_damaged(b"who hurt")
+    with pytest.raises(BufferCorrupt, match="damaged on the disk"):
+        part(store, 2, {}, push="hurt", contributor="who hurt")
+    assert forget(store, "hurt").staged == []
+    part(store, 1, {"a": [3, 4]}, push="hurt", contributor="who hurt")
+    assert part(store, 2, {}, push="hurt", contributor="who hurt").receipts["a"]["count"] == 1
+    assert part(store, 2, {}, push="well", contributor="who well").receipts["a"]["count"] == 2
+    assert value(store, "a").tolist() == [4, 6]
 
 
 def test_a_push_that_is_forgotten_has_a_new_id(namespace: Store) -> None:

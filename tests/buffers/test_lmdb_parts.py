@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 
@@ -386,6 +387,18 @@ def test_a_damaged_push_is_forgotten(hurt: LmdbStore, path: Path, clock: Clock) 
     assert value(hurt, "a").tolist() == [3, 4]
     hurt.close()
     assert entries_of(path)["pushes"] == 0
+
+
+def test_a_damaged_count_of_bytes_stops_no_other_push(hurt: LmdbStore, reopen: Reopen, path: Path) -> None:
+    hurt.close()
+    with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
+        pushes = env.open_db(b"pushes", txn=txn)
+        for key, sealed in [*txn.cursor(db=pushes)]:
+            txn.put(key, b"\xff" * 8 + sealed[8:], db=pushes)
+    store = reopen()
+    assert part(store, 1, {"a": [1, 2]}, push="new").staged == [1]
+    part(store, 2, {}, push="new")
+    assert value(store, "a").tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("elements", [2000, LARGE])

@@ -12,6 +12,7 @@ from service.buffers.changes import Add, Delete, Take, Zero
 from service.buffers.doctor import examine
 from service.buffers.perform import Request
 from service.buffers.postgres import compactor, failures, janitor
+from service.buffers.rules import SetRules
 from service.errors import BufferCorrupt
 from tests.buffers.calls import add, create, do, ones, part, value
 from tests.buffers.postgres import Schema, until
@@ -184,6 +185,61 @@ def test_a_record_that_is_behind_its_gradients_is_damaged_at_once(
     do(store, Zero(name="hurt"))
     add(store, "hurt", 1.0)
     assert value(store, "hurt").tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("seq", [(1 << 63) - 1, 1 << 62, 0, -1, -(1 << 63)])
+def test_an_impossible_place_of_the_last_gradient_is_damage(
+    schema: Schema, monkeypatch: pytest.MonkeyPatch, seq: int
+) -> None:
+    store = schema.open()
+    create(store, "hurt", "well")
+    for name in ("hurt", "well"):
+        add(store, name, 1.0)
+    part(store, 1, {"hurt": 1.0})
+    schema.ask("update buffers set seq = %s where name = 'hurt'", seq)
+    requests = [Request([Add(name=name, gradient=ones(2))]) for name in ("well", "hurt", "well")]
+    made = Gate(monkeypatch, "made").together(store, requests)
+    with pytest.raises(BufferCorrupt, match=f"has {seq} as the place of the last gradient of 'hurt'") as caught:
+        made[1].result(PATIENCE)
+    assert caught.value.context == {"buffer": "hurt"}
+    assert [made[place].result(PATIENCE).receipts["well"]["count"] for place in (0, 2)] == [2, 3]
+    with pytest.raises(BufferCorrupt):
+        store.read(["hurt"])
+    with pytest.raises(BufferCorrupt):
+        part(store, 2, {})
+    do(store, SetRules(name="hurt", rules={"keep": 2}))
+    do(store, Zero(name="hurt"))
+    assert part(store, 2, {}).receipts["hurt"]["count"] == 1
+    assert value(store, "hurt").tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("nbytes", [(1 << 63) - 1, 1 << 51, -(1 << 63)])
+def test_a_damaged_count_of_bytes_does_not_fill_the_store(
+    schema: Schema, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.01)
+    monkeypatch.setattr(janitor, "ROUNDS_AT_REST", 0)
+    store = schema.open(max_bytes=1 << 40)
+    create(store, "a", "b")
+    add(store, "a", 1.0)
+    part(store, 1, {"a": 1.0}, push="p")
+    schema.ask("update deltas set bytes = %s", nbytes)
+    schema.ask("update pushes set bytes = %s", nbytes)
+    schema.ask("delete from counts")
+    until(lambda: schema.ask("select 1 from counts where used > 0"), "the janitor does not count")
+    assert store.measures()["unfolded_bytes"] == 0
+    assert 0 < store.size()[1] < 1 << 40
+    part(store, 1, {"b": 1.0}, push="q")
+    add(store, "b", 1.0)
+    assert part(store, 2, {}, push="p").receipts["a"]["count"] == 2
+    part(store, 1, {"b": 1.0}, push="r")
+    schema.ask("update pushes set bytes = %s where id = 'r'", nbytes)
+    wrong = [line for line in examine(schema.url, 1 << 30, schema.name) if line.startswith("WRONG: ")]
+    counted = store.record("a").value
+    assert wrong == [
+        "WRONG: the bytes of the push 'r' are counted wrong until its next part comes",
+        f"WRONG: the value {counted} has a gradient whose bytes are counted wrong",
+    ]
 
 
 def lose_page(server: Cluster, schema: Schema, relation: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import FORGET, TIME, microseconds, seal, seed_of, unseal
 from service.buffers.packed import pack_push, unpack_push
-from service.buffers.pushes import Push, PushName
+from service.buffers.pushes import MAX_STORED_BYTES, Push, PushName
 from service.errors import BufferCorrupt
 
 _HEAD = struct.Struct(">QQ")
@@ -39,7 +39,8 @@ class PushReader:
 
     def staged_bytes(self, namespace: str) -> int:
         """Return the bytes that the pushes of a namespace have staged."""
-        return sum(_HEAD.unpack_from(sealed)[0] for _, sealed in self._stored(namespace))
+        counted = (_HEAD.unpack_from(sealed)[0] for _, sealed in self._stored(namespace))
+        return sum(nbytes for nbytes in counted if nbytes <= MAX_STORED_BYTES)
 
     def is_scheduled(self, name: PushName, push: Push) -> bool:
         """Return whether the store forgets the push when its time is over."""

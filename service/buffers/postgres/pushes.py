@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, pack_push, unpack_known, unpack_push
 from service.buffers.postgres.exchange import Execution, ResultRows, Statement, columns
+from service.buffers.postgres.statements import COUNTED_BYTES
 from service.buffers.pushes import Part, Push, PushName
 from service.errors import BufferCorrupt
 
@@ -25,8 +26,8 @@ LOCKED_PUSHES = Statement("""
     where (namespace, id) in (select * from unnest($1::text[], $2::text[])) order by namespace, id for update
 """)
 
-STAGED_BYTES = Statement("""
-    select namespace, sum(bytes)::bigint from pushes
+STAGED_BYTES = Statement(f"""
+    select namespace, {COUNTED_BYTES} from pushes
     where namespace = any($1::text[])
         and until > coalesce($2::double precision, extract(epoch from clock_timestamp()))
     group by namespace
@@ -66,7 +67,7 @@ INCOMPLETE = Statement("""
     where namespace = $1::text and until > coalesce($2::double precision, extract(epoch from now()))
 """)
 
-ALL_PUSHES = Statement("select namespace, id, record from pushes order by namespace, id")
+ALL_PUSHES = Statement("select namespace, id, record, bytes from pushes order by namespace, id")
 
 
 @dataclass

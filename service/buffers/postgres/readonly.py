@@ -20,7 +20,7 @@ from service.buffers.postgres.exchange import Connection, Execution, Statement
 from service.buffers.postgres.failures import as_operator_error
 from service.buffers.postgres.pushes import ALL_PUSHES, values_of
 from service.buffers.postgres.schema import has_tables
-from service.buffers.postgres.statements import COMMIT, NOW
+from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, NOW
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
 from service.dtypes import Array
@@ -45,7 +45,9 @@ ALL_RECORDS = Statement("""
 """)
 """The records of the buffers whose `BufferName.joined` has a prefix."""
 
-GRADIENTS = Statement("select count(*), count(blob), coalesce(sum(bytes), 0)::bigint from deltas")
+GRADIENTS = Statement(f"select count(*), count(blob), {COUNTED_BYTES} from deltas")
+
+MISCOUNTED = Statement("select distinct value from deltas where bytes <> octet_length(data) order by value")
 
 UNOWNED = Statement("""
     select count(distinct blob), coalesce(sum(octet_length(data)), 0) from unowned join chunks using (blob)
@@ -168,13 +170,15 @@ def _operator_errors() -> Iterator[None]:
 def _damaged_pushes(connection: Connection, staged: set[int]) -> Iterator[str]:
     """Yield lines about the pushes that are not complete. Add the values of their gradients to `staged`."""
     pushes = connection.ask(ALL_PUSHES())
-    for namespace, name, packed in pushes:
+    for namespace, name, packed, nbytes in pushes:
         shown = f"the push {name!r}" + (f" of the namespace {namespace!r}" if namespace else "")
         try:
             push = unpack_push(packed)
         except BufferCorrupt:
             yield f"{WRONG}{shown} is damaged"
             continue
+        if nbytes != push.nbytes:
+            yield f"{WRONG}the bytes of {shown} are counted wrong until its next part comes"
         values = [*values_of(push)]
         staged.update(values)
         for value in values:
@@ -193,6 +197,8 @@ def _leftovers(connection: Connection, values: Collection[int]) -> Iterator[str]
     yield f"{count} gradients, {blobs} of them in blobs; {size} bytes"
     ((count, size),) = connection.ask(UNOWNED())
     yield f"{count} blobs of {size} bytes are staged, or wait for their deletion"
+    for (value,) in connection.ask(MISCOUNTED()):
+        yield f"{WRONG}the value {value} has a gradient whose bytes are counted wrong"
     for (value,) in connection.ask(ORPHANS([*values])):
         yield f"{WRONG}value {value} belongs to no buffer and no push that can be read"
     for blob, value in connection.ask(UNOWNED_IN_USE()):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from service.buffers.postgres.exchange import Statement
+from service.buffers.pushes import MAX_STORED_BYTES
 
 KEY_LOCK = 1
 """The class of the advisory locks of keys."""
@@ -18,6 +19,9 @@ FOLD_LOCK = 3
 
 COUNT_LOCK = 4
 """The class of the advisory locks of schemas whose keys a process counts."""
+
+COUNTED_BYTES = f"coalesce(sum(bytes) filter (where bytes between 0 and {MAX_STORED_BYTES}), 0)::bigint"
+"""The bytes of many rows, without those that are damaged there: one could fill the store, or have no sum."""
 
 # ----- every transaction -----
 
@@ -237,8 +241,8 @@ EXPIRED = Statement("""
     order by namespace, name limit $2::bigint for update skip locked
 """)
 
-USED = Statement("""
-    select (select coalesce(sum(bytes), 0)::bigint from deltas)
+USED = Statement(f"""
+    select (select {COUNTED_BYTES} from deltas)
          + (select coalesce(sum(pg_total_relation_size(relid)), 0)::bigint from pg_partition_tree('keys'))
          + pg_total_relation_size('buffers') + pg_total_relation_size('pushes')
 """)
@@ -271,7 +275,7 @@ FORGET = Statement("""
 
 # ----- metrics -----
 
-MEASURES = Statement("""
+MEASURES = Statement(f"""
     with synchronous as (select * from pg_stat_replication where sync_state is null or sync_state in ('sync', 'quorum'))
     select * from (values
         ('connections', (select count(*) from pg_stat_activity where datname = current_database())),
@@ -279,7 +283,7 @@ MEASURES = Statement("""
         ('standbys', (select count(*) from synchronous)),
         ('lag_bytes', (select min(pg_wal_lsn_diff(pg_current_wal_lsn(), flush_lsn))::bigint from synchronous)),
         ('loose_bytes', (select coalesce(sum(octet_length(data)), 0)::bigint from unowned join chunks using (blob))),
-        ('unfolded_bytes', (select coalesce(sum(bytes), 0)::bigint from deltas where not overwrite))
+        ('unfolded_bytes', (select {COUNTED_BYTES} from deltas where not overwrite))
     ) as measured(name, value) where value is not null
 """)
 """The state and the lag of standbys are null for a user who may not see them."""

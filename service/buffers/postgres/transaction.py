@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -29,6 +30,9 @@ from service.errors import BufferCorrupt
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+MAX_SEQ = 1 << 62
+"""A larger `seq` is damaged: no value has as many gradients."""
 
 
 class Stored(NamedTuple):
@@ -176,6 +180,8 @@ class PostgresTransaction:
         if value is None:
             return self.new_id(), 1
         stored = self._stored(record.full_name)
+        if stored is not None and not 1 <= stored.seq < MAX_SEQ:
+            raise BufferCorrupt(f"The database has {stored.seq} as the place of the last gradient of {record.name!r}")
         return value, 1 if stored is None else stored.seq + 1
 
     def _append(self, value: int, seq: int, gradient: Gradient, weight: float, overwrite: bool) -> None:
@@ -232,7 +238,9 @@ class PostgresTransaction:
         return _latest(name, self.changes.pushes, self._earlier.pushes, self._found.of_pushes.pushes)
 
     def put_push(self, name: PushName, push: Push | None) -> None:
-        old, own = self.push(name), name[0]
+        old, own = None, name[0]
+        with suppress(BufferCorrupt):
+            old = self.push(name)
         if push is not None:
             self.changes.staged_bytes[own] += push.nbytes
         if old is not None and old.until > self._now:  # else it is not in the sum
