@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from service.codecs import json as json_codec
-from service.dtypes import DTYPES
+from service.dtypes import DTYPES, Array
 from service.kernels import OPERATORS, Operator, Tensor
 from service.limits import Limits
 from tests.serving import assert_problem
@@ -18,30 +20,52 @@ from tests.serving import assert_problem
 EVERY = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 
 
-def example(operator: Operator, dtypes: dict[str, str] | None = None) -> dict[str, np.ndarray[Any, Any]]:
+def example(operator: Operator, dtypes: dict[str, str] | None = None) -> dict[str, Array]:
     """Return the operator's example as arrays, with the default dtypes or `dtypes` by kind of input."""
-    dtypes = dtypes or {}
-    return {
-        one.name: np.array(operator.example[one.name], DTYPES[dtypes.get(one.kind.name, one.kind.default)])
-        for one in operator.inputs
-    }
+
+    def converted(name: str, array: Array) -> Array:
+        kind = operator.inputs_by_name[name.partition(".")[0]].kind
+        return array.astype(DTYPES[(dtypes or {}).get(kind.name, array.dtype.name)])
+
+    return {name: converted(name, array) for name, array in operator.example_tensors.items()}
 
 
-def decode(answer: httpx.Response) -> dict[str, np.ndarray[Any, Any]]:
+def run(operator: Operator, tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the outputs for the tensors, with the attributes of the example."""
+    return operator(tensors, operator.example_attributes)
+
+
+def post(client: httpx.Client, operator: Operator, body: Any = None, **params: Any) -> httpx.Response:
+    """Run the operator over HTTP on its example, or on another body, with the attributes of the example."""
+    given = {**operator.example_attributes, **params}
+    body = dict(operator.example) if body is None else body
+    return client.post(f"/v1/ops/{operator.name}", json=body, params=given)
+
+
+def named(tensor: Tensor, value: Any) -> dict[str, Any]:
+    """Return a part of a request: the input has this value, or, if it is a group, its only tensor `a`."""
+    return {tensor.name: {"a": value} if tensor.group else value}
+
+
+def decode(answer: httpx.Response) -> dict[str, Array]:
+    """Return the tensors of an answer that is JSON, the tensor `b` of the group `weights` as `weights.b`."""
     assert answer.status_code == 200, answer.text
-    document = json_codec.Document(answer.content, Limits(1 << 30))
+    groups = [name for name, one in answer.json().items() if not isinstance(one.get("dtype"), str)]
+    document = json_codec.Document(answer.content, Limits(1 << 30), groups)
     decoded = {}
-    for name, form in document.members.items():
-        dtype = DTYPES[form["dtype"]]
-        if "base64" in form:
-            decoded[name] = document.base64(name, form["base64"], dtype, form["shape"])
-        else:
-            decoded[name] = document.tensor(name, form["data"], dtype, form["shape"])
+    for name, value in document.members.items():
+        members = {f"{name}.{member}": one for member, one in value.items()} if name in groups else {name: value}
+        for place, form in members.items():
+            dtype = DTYPES[form["dtype"]]
+            if "base64" in form:
+                decoded[place] = document.base64(place, form["base64"], dtype, form["shape"])
+            else:
+                decoded[place] = document.tensor(place, form["data"], dtype, form["shape"])
     document.finish()
     return decoded
 
 
-def assert_same(got: dict[str, np.ndarray[Any, Any]], expected: dict[str, np.ndarray[Any, Any]]) -> None:
+def assert_same(got: dict[str, Array], expected: dict[str, Array]) -> None:
     assert list(got) == list(expected)
     for name, array in expected.items():
         assert got[name].dtype == array.dtype
@@ -51,11 +75,14 @@ def assert_same(got: dict[str, np.ndarray[Any, Any]], expected: dict[str, np.nda
 
 @EVERY
 def test_each_example_gives_the_documented_answer(client: httpx.Client, operator: Operator) -> None:
-    answer = client.post(f"/v1/ops/{operator.name}", json=dict(operator.example))
-    assert_same(decode(answer), operator(example(operator), {}))
+    answer = post(client, operator)
+    assert_same(decode(answer), run(operator, example(operator)))
     described = client.get(f"/v1/ops/{operator.name}").json()
-    assert described["example"] == {"request": dict(operator.example), "answer": answer.json()}
+    request, attributes = dict(operator.example), dict(operator.example_attributes)
+    assert described["example"] == {"request": request, "attributes": attributes, "answer": answer.json()}
     content = client.get("/openapi.json").json()["paths"][f"/v1/ops/{operator.name}"]["post"]
+    examples = {one["name"]: one["schema"].get("examples") for one in content["parameters"]}
+    assert attributes.items() <= {name: one[0] for name, one in examples.items() if one}.items()
     assert content["requestBody"]["content"]["application/json"]["example"] == dict(operator.example)
     assert content["responses"]["200"]["content"]["application/json"]["example"] == answer.json()
 
@@ -67,10 +94,11 @@ def test_each_example_gives_the_documented_answer(client: httpx.Client, operator
 def test_every_dtype_works_in_every_form(
     client: httpx.Client, operator: Operator, floats: str, integers: str, form: json_codec.Encoding
 ) -> None:
-    tensors = example(operator, {"float": floats, "integer": integers})
-    expected = operator(tensors, {})
-    body = b"".join(json_codec.encode(tensors, form))
-    answer = client.post(f"/v1/ops/{operator.name}", content=body, headers={"Content-Type": "application/json"})
+    tensors = example(operator, {**dict.fromkeys(["float", "number", "element"], floats), "integer": integers})
+    expected = run(operator, tensors)
+    body = b"".join(json_codec.encode(tensors, form, grouped=operator.has_groups))
+    path, headers = f"/v1/ops/{operator.name}", {"Content-Type": "application/json"}
+    answer = client.post(path, content=body, headers=headers, params=dict(operator.example_attributes))
     assert_same(decode(answer), expected)
     assert (b'"base64"' in answer.content) is (form == "base64")
 
@@ -78,13 +106,20 @@ def test_every_dtype_works_in_every_form(
 @EVERY
 def test_outputs_have_the_declared_names_and_dtypes(operator: Operator) -> None:
     for floats in ("float16", "bfloat16", "float32", "float64"):
-        tensors = example(operator, {"float": floats})
-        outputs = operator(tensors, {})
-        assert list(outputs) == [output.name for output in operator.outputs]
+        tensors = example(operator, dict.fromkeys(["float", "number", "element"], floats))
+        outputs = run(operator, tensors)
+        of_variables = {operator.inputs_by_name[name.partition(".")[0]].variable: name for name in tensors}
+        known = operator.outputs_for(tensors)
         for output in operator.outputs:
-            sources = [one.name for one in operator.inputs if one.variable == output.variable and one.variable]
-            expected = tensors[sources[0]].dtype.name if sources else output.kind.default
-            assert outputs[output.name].dtype.name == expected
+            found = [name for name in outputs if name.partition(".")[0] == output.name]
+            names = [name for name in known if name.partition(".")[0] == output.name]
+            if output.group and not output.like:
+                names = [f"{output.name}.{number}" for number in range(len(found))]
+            assert found == names
+            source = of_variables.get(output.variable) if output.variable else None
+            expected = tensors[source].dtype.name if source else output.kind.default
+            assert {outputs[name].dtype.name for name in found} == {expected}
+        assert {name.partition(".")[0] for name in outputs} == {*operator.output_names}
 
 
 @EVERY
@@ -93,7 +128,7 @@ def test_a_run_leaves_its_inputs_unchanged(operator: Operator) -> None:
     before = {name: tensor.copy() for name, tensor in tensors.items()}
     for tensor in tensors.values():
         tensor.flags.writeable = False
-    outputs = operator(tensors, {})
+    outputs = run(operator, tensors)
     assert_same(tensors, before)
     for output in outputs.values():
         assert not any(np.may_share_memory(output, tensor) for tensor in tensors.values())
@@ -103,7 +138,7 @@ def test_a_run_leaves_its_inputs_unchanged(operator: Operator) -> None:
 def test_a_missing_required_input_is_refused(client: httpx.Client, operator: Operator) -> None:
     for one in operator.inputs:
         left_out = {name: value for name, value in operator.example.items() if name != one.name}
-        answer = client.post(f"/v1/ops/{operator.name}", json=left_out)
+        answer = post(client, operator, left_out)
         if one.optional:
             assert answer.status_code == 200
         else:
@@ -115,10 +150,10 @@ def test_a_missing_required_input_is_refused(client: httpx.Client, operator: Ope
 def test_a_dtype_outside_its_kind_is_refused(client: httpx.Client, operator: Operator) -> None:
     for one in operator.inputs:
         for dtype in set(DTYPES) - set(one.kind.dtypes):
-            wrong = {**operator.example, one.name: {"dtype": dtype, "shape": [0], "data": []}}
-            answer = client.post(f"/v1/ops/{operator.name}", json=wrong)
+            wrong = {**operator.example, **named(one, {"dtype": dtype, "shape": [0], "data": []})}
+            answer = post(client, operator, wrong)
             problem = assert_problem(answer, 422, "dtype_mismatch", one.name, dtype, *one.kind.dtypes)
-            assert problem["tensor"] == one.name
+            assert problem["tensor"] == (f"{one.name}.a" if one.group else one.name)
 
 
 def sharing(operator: Operator) -> list[Tensor]:
@@ -133,45 +168,63 @@ def sharing(operator: Operator) -> list[Tensor]:
 def test_inputs_of_one_type_variable_share_a_dtype(client: httpx.Client, operator: Operator) -> None:
     for one in sharing(operator):
         other = next(dtype for dtype in one.kind.dtypes if dtype != one.kind.default)
-        mixed = {**operator.example, one.name: {"dtype": other, "data": operator.example[one.name]}}
-        answer = client.post(f"/v1/ops/{operator.name}", json=mixed)
+        mixed = {**operator.example, **named(one, {"dtype": other, "shape": [0], "data": []})}
+        answer = post(client, operator, mixed)
         assert_problem(answer, 422, "dtype_mismatch", one.name, other, one.kind.default)
+
+
+def selects(operator: Operator) -> bool:
+    """Whether a request may select some of the outputs."""
+    return len(operator.outputs) > 1 or operator.outputs[0].group
 
 
 @EVERY
 def test_a_subset_of_the_outputs_is_answered_in_the_asked_order(client: httpx.Client, operator: Operator) -> None:
-    path, names = f"/v1/ops/{operator.name}", [output.name for output in operator.outputs]
-    if len(names) == 1:
-        assert_problem(client.post(path, json={}, params={"outputs": names[0]}), 422, "unknown_parameter", "'outputs'")
+    names = [output.name for output in operator.outputs]
+    if not selects(operator):
+        assert_problem(post(client, operator, outputs=names[0]), 422, "unknown_parameter", "'outputs'")
         return
-    whole = operator(example(operator), {})
-    for subset in ([names[-1]], [names[0]], names[::-1]):
-        answer = client.post(path, json=dict(operator.example), params={"outputs": ",".join(subset)})
-        assert_same(decode(answer), {name: whole[name] for name in subset})
-    for wrong in ("", "nonsense", f"{names[0]},{names[0]}", f"{names[0]},"):
-        answer = client.post(path, json=dict(operator.example), params={"outputs": wrong})
-        assert_problem(answer, 422, "invalid_parameter", repr(wrong), ",".join(names))
+    whole = run(operator, example(operator))
+    of_groups = [name for name in whole if "." in name]
+    for subset in ([names[-1]], [names[0]], names[::-1], of_groups[-1:] or [names[0]]):
+        answer = post(client, operator, outputs=",".join(subset))
+        expected = [one for name in subset for one in whole if name in (one, one.partition(".")[0])]
+        assert_same(decode(answer), {name: whole[name] for name in expected})
+    for wrong in ("", "nonsense", f"{names[0]},{names[0]}", f"{names[0]},", f"{names[0]}."):
+        answer = post(client, operator, outputs=wrong)
+        known = ",".join(one.name + "[.NAME]" * one.group for one in operator.outputs)
+        assert_problem(answer, 422, "invalid_parameter", repr(wrong), known)
 
 
 @EVERY
 def test_unknown_names_are_refused(client: httpx.Client, operator: Operator) -> None:
-    path = f"/v1/ops/{operator.name}"
-    answer = client.post(path, json={**operator.example, "nonsense": [1]})
+    answer = post(client, operator, {**operator.example, "nonsense": [1]})
     assert_problem(answer, 422, "unknown_tensor", "'nonsense'", operator.inputs[0].name)
-    answer = client.post(path, json=dict(operator.example), params={"nonsense": 1})
+    answer = post(client, operator, nonsense=1)
     assert_problem(answer, 422, "unknown_parameter", "'nonsense'")
 
 
 @EVERY
 def test_an_attribute_takes_its_type_only(client: httpx.Client, operator: Operator) -> None:
     for attribute in operator.attributes:
-        path = f"/v1/ops/{operator.name}"
-        given = {} if attribute.default is None else {attribute.name: str(attribute.default)}
-        answer = client.post(path, json=dict(operator.example), params=given)
-        assert_same(decode(answer), operator(example(operator), {}))
-        answer = client.post(path, json=dict(operator.example), params={attribute.name: "nonsense"})
-        problem = assert_problem(answer, 422, "invalid_parameter", attribute.name, "'nonsense'")
-        assert problem["parameter"] == attribute.name
+        value = operator.example_attributes.get(attribute.name, attribute.default)
+        texts = map(str, value if isinstance(value, list) else [value])
+        given = {} if value is None else {attribute.name: ",".join(texts)}
+        assert_same(decode(post(client, operator, **given)), run(operator, example(operator)))
+        wrong = ["nonsense"] if attribute.minimum is None else ["nonsense", attribute.minimum - 1]
+        for one in wrong:
+            answer = post(client, operator, **{attribute.name: one})
+            problem = assert_problem(answer, 422, "invalid_parameter", attribute.name, f"'{one}'")
+            assert problem["parameter"] == attribute.name
+        if attribute.required:
+            rest = {name: one for name, one in operator.example_attributes.items() if name != attribute.name}
+            answer = client.post(f"/v1/ops/{operator.name}", json=dict(operator.example), params=rest)
+            problem = assert_problem(answer, 422, "invalid_parameter", f"{attribute.name} is missing")
+            assert problem["parameter"] == attribute.name
+
+
+def defaults(operator: Operator) -> dict[str, Any]:
+    return {one.name: None if one.required else one.default for one in operator.attributes}
 
 
 @EVERY
@@ -183,7 +236,12 @@ def test_every_operator_is_documented(client: httpx.Client, operator: Operator) 
     assert info == client.get(f"/v1/ops/{operator.name}").json()
     assert info["formula"] == operator.formula
     assert [one["name"] for one in info["inputs"]] == [one.name for one in operator.inputs]
-    assert {a["name"]: a["default"] for a in info["attributes"]} == {a.name: a.default for a in operator.attributes}
+    assert [one["group"] for one in info["inputs"]] == [one.group for one in operator.inputs]
+    assert [one["names_of"] for one in info["outputs"]] == [one.like for one in operator.outputs]
+    assert {a["name"]: a["default"] for a in info["attributes"]} == defaults(operator)
+    assert [a["name"] for a in info["attributes"] if a["required"]] == [
+        a.name for a in operator.attributes if a.required
+    ]
 
 
 @EVERY
@@ -194,6 +252,13 @@ def test_the_schema_shows_each_request_and_answer(client: httpx.Client, operator
     assert request["properties"].keys() == {one.name for one in operator.inputs}
     for one in operator.inputs:  # the body requires no input: `from` may give any
         assert request["properties"][one.name]["description"].startswith("Optional" if one.optional else "Required")
+        form = request["properties"][one.name]["$ref"].removeprefix("#/components/schemas/")
+        objects = [
+            arm["additionalProperties"] for arm in components[form].get("anyOf", ()) if "additionalProperties" in arm
+        ]
+        assert bool(objects) is one.group
+    for two in operator.outputs:
+        assert ("additionalProperties" in answer["properties"][two.name]) is two.group
     assert "required" not in request
     assert "required" not in answer
     assert request["additionalProperties"] is False
@@ -201,12 +266,17 @@ def test_the_schema_shows_each_request_and_answer(client: httpx.Client, operator
     everywhere = schema["paths"][f"/v1/ops/{operator.name}"]["post"]["parameters"]
     parameters = [p for p in everywhere if p["in"] == "query"]
     general = {"encoding", "from", "into", "weight", "epoch", "contributor"} | (
-        {"outputs"} if len(operator.outputs) > 1 else set()
+        {"outputs"} if selects(operator) else set()
     )
     assert {p["name"] for p in parameters} == general | {a.name for a in operator.attributes}
-    assert {p["name"]: p["schema"].get("default") for p in parameters if p["name"] not in general} == {
-        a.name: a.default for a in operator.attributes
+    attributes = {p["name"]: p for p in parameters if p["name"] not in general}
+    assert {name: p["schema"].get("default") for name, p in attributes.items()} == defaults(operator)
+    assert {name for name, p in attributes.items() if p["required"]} == {
+        a.name for a in operator.attributes if a.required
     }
+    for each in operator.attributes:
+        if each.minimum is not None:
+            assert f'"minimum": {each.minimum}' in json.dumps(attributes[each.name]["schema"])
 
 
 @EVERY
@@ -214,8 +284,16 @@ def test_each_operator_runs_its_declared_kernel(operator: Operator) -> None:
     positional = [p for p in inspect.signature(operator.kernel).parameters.values() if p.kind is p.POSITIONAL_ONLY]
     assert [p.name for p in positional] == [one.name for one in operator.inputs]
     tensors = example(operator)
-    direct = operator.kernel(*tensors.values())
-    assert_same(
-        dict(zip(operator(tensors, {}), direct if isinstance(direct, tuple) else (direct,), strict=True)),
-        operator(tensors, {}),
-    )
+
+    def given(one: Tensor) -> Any:
+        members = {name.removeprefix(f"{one.name}."): array for name, array in tensors.items()}
+        return {name: members[name] for name in members if name not in tensors} if one.group else tensors[one.name]
+
+    direct = operator.kernel(*map(given, operator.inputs), **operator.example_attributes)
+    flat = {}
+    for output, result in zip(operator.outputs, direct if isinstance(direct, tuple) else (direct,), strict=True):
+        members = (
+            {f"{output.name}.{name}": one for name, one in result.items()} if output.group else {output.name: result}
+        )
+        flat.update(members)
+    assert_same(flat, run(operator, tensors))

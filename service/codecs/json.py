@@ -11,7 +11,7 @@ import binascii
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -56,21 +56,38 @@ class Document:
     """A JSON object that names tensors, parsed once. Not thread-safe.
 
     `members` maps each name to a number, string, boolean, None or list, or to a dict of them. Lists stay in the parser
-    until `tensor` reads them, except `shape` in a dict. Objects in a dict stay there until `member` reads them. Raises
-    `MalformedBody` and `TooManyDimensions`.
+    until `tensor` reads them, except `shape` in a dict. Objects in a dict stay there until `member` reads them. A name
+    in `groups` is mapped to a dict of such members; if it is a list, they are 0, 1, 2 and so on. Raises
+    `MalformedBody`, `InvalidTensor`, `TooManyTensors` and `TooManyDimensions`.
     """
 
-    def __init__(self, body: Body, limits: Limits) -> None:
+    def __init__(self, body: Body, limits: Limits, groups: Collection[str] = ()) -> None:
         self._text = Text(body)
         self._limits = limits
         self._lists = ListReader()
         self.encoding: Encoding = "list"
         """How the tensors read so far were written: base64 if any was, else lists."""
-        self._shape_lists = 0
-        """How many lists in the body are shapes."""
-        members = members_of(parse(self._text), "The body")
-        self.members = {name: _read_member(name, value, limits) for name, value in members}
-        limits.check_count(len(self.members))
+        self._other_lists = 0
+        """How many lists in the body are shapes or groups."""
+        self.members: dict[str, Any] = {}
+        count = 0
+        for name, value in members_of(parse(self._text), "The body"):
+            self.members[name] = one = self._group(name, value) if name in groups else self.member(name, value)
+            count += len(one) if name in groups else 1
+        limits.check_count(count)
+
+    def _group(self, name: str, value: Any) -> dict[str, Any]:
+        """Return the members of a group in the form of `members`."""
+        if type(value) in LISTS:
+            self._other_lists += 1
+            self._limits.check_count(len(value))
+            items: Iterable[tuple[str, Any]] = ((str(number), item) for number, item in enumerate(value))
+        elif isinstance(value, OBJECTS):
+            items = members_of(value, shown(name))
+        else:
+            problem = f"{name} is {shown(value)}, but must be an object of tensors, by name, or a list of tensors"
+            raise InvalidTensor(problem, tensor=name)
+        return {member: self.member(f"{name}.{member}", item) for member, item in items}
 
     def member(self, name: str, value: Any) -> Any:
         """Return the member `name` of an object in the document in the form of `members`. Raises the same errors."""
@@ -107,10 +124,10 @@ class Document:
 
     def finish(self) -> None:
         """Raise `InvalidTensor` if a list stands where a number belongs. The caller must have read all tensors."""
-        self._lists.finish(self._text, lambda: self._shape_lists)
+        self._lists.finish(self._text, lambda: self._other_lists)
 
     def _check_shape(self, name: str, shape: Sequence[int], dtype: DType) -> None:
-        self._shape_lists += 1
+        self._other_lists += 1
         self._limits.check(name, shape, dtype)
 
 
@@ -120,17 +137,35 @@ def parsed_bytes(text: Body) -> int:
 
 
 def encode(
-    tensors: Mapping[str, Array], encoding: Encoding, others: Mapping[str, Mapping[str, Any]] | None = None
+    tensors: Mapping[str, Array],
+    encoding: Encoding,
+    others: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    grouped: bool = False,
 ) -> list[bytes]:
     """Return the pieces of a JSON object: name -> `{"dtype", "shape", "data"}`, or `"base64"` in place of `"data"`.
 
-    `others` are members that are not tensors, by name.
+    `others` are members that are not tensors, by name. If they are `grouped`, `weights.b` is the member `b` of the
+    object `weights`.
     """
+    members = {name: encode_tensor(tensor, encoding) for name, tensor in tensors.items()}
+    if others:
+        members |= {name: [orjson.dumps(other)] for name, other in others.items()}
+    return _object_text(_grouped(members) if grouped else members)
+
+
+def _grouped(members: Mapping[str, list[bytes]]) -> dict[str, list[bytes]]:
+    groups: dict[str, dict[str, list[bytes]]] = {}
+    for name, pieces in members.items():
+        group, _, member = name.partition(".")
+        groups.setdefault(group, {})[member] = pieces
+    return {name: one[""] if "" in one else _object_text(one) for name, one in groups.items()}
+
+
+def _object_text(members: Mapping[str, list[bytes]]) -> list[bytes]:
     pieces: list[bytes] = []
-    for name, tensor in tensors.items():
-        pieces += [(b"," if pieces else b"{") + orjson.dumps(name) + b":", *encode_tensor(tensor, encoding)]
-    for name, other in (others or {}).items():
-        pieces.append((b"," if pieces else b"{") + orjson.dumps(name) + b":" + orjson.dumps(other))
+    for name, member in members.items():
+        pieces += [(b"," if pieces else b"{") + orjson.dumps(name) + b":", *member]
     return [*(pieces or [b"{"]), b"}"]
 
 

@@ -29,6 +29,9 @@ from service.limits import Limits
 CACHED_HEAD_BYTES = 1 << 12
 """The largest JSON, in bytes, to cache if bytes follow it."""
 
+CACHED_OUTPUTS = 16
+"""The most outputs of an answer whose JSON is cached."""
+
 
 class InferenceRequest(NamedTuple):
     """A client's request.
@@ -180,7 +183,7 @@ def encode(
     answers, they have no parameters, which NVIDIA's C++ client reads as those of bytes. Raises `InvalidTensor` for BF16
     in a list.
     """
-    if identity is None and not parameters and not shared and 0 < len(tensors) == len(binary):
+    if identity is None and not parameters and not shared and 0 < len(tensors) == len(binary) <= CACHED_OUTPUTS:
         layout = [(name, OPEN_INFERENCE[tensor.dtype], tensor.shape, tensor.nbytes) for name, tensor in tensors.items()]
         header = _cached_header(model, tuple(layout))
         return [header, *map(bytes_of, tensors.values())], len(header)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -102,11 +102,17 @@ class Engine:
         return self._arena.allocate(shape, dtype)
 
 
+def check_known(operator: Operator, names: Iterable[str]) -> None:
+    """Raise `UnknownTensor` unless each of `names` is an input of `operator`, or a tensor in a group of inputs."""
+    for name in names:
+        tensor = operator.inputs_by_name.get(name)
+        if tensor is None or tensor.group:
+            _check_member(operator, name)
+
+
 def check_names(operator: Operator, names: Collection[str]) -> None:
     """Raise `UnknownTensor` or `MissingTensor` unless `names` are inputs of `operator` and hold each required one."""
-    for name in names:
-        if name not in operator.inputs_by_name or operator.inputs_by_name[name].group:
-            _check_member(operator, name)
+    check_known(operator, names)
     for name in operator.needed_names:
         if name in names:
             continue
@@ -121,14 +127,19 @@ def _check_member(operator: Operator, name: str) -> None:
     group, _, member = name.partition(".")
     tensor = operator.inputs_by_name.get(group)
     if tensor is None or not tensor.group:
-        inputs = ", ".join(tensor.name + ".NAME" * tensor.group for tensor in operator.inputs)
-        raise UnknownTensor(f"{operator.name} has no input {shown(name)}; its inputs are {inputs}", tensor=name)
+        raise unknown_input(operator, name)
     if not 1 <= len(member) <= MAX_MEMBER_CHARACTERS or not member.isprintable():
         raise UnknownTensor(
             f"{shown(name)} is no tensor of the group {group}: after the dot, it needs a name of 1 to"
             f" {MAX_MEMBER_CHARACTERS} printable characters",
             tensor=name,
         )
+
+
+def unknown_input(operator: Operator, name: str) -> UnknownTensor:
+    """Return the error of a name that no input has."""
+    inputs = ", ".join(tensor.name + ".NAME" * tensor.group for tensor in operator.inputs)
+    return UnknownTensor(f"{operator.name} has no input {shown(name)}; its inputs are {inputs}", tensor=name)
 
 
 def _check_types(operator: Operator, tensors: Mapping[str, Array]) -> None:

@@ -72,6 +72,16 @@ class Operator:
         return tuple(tensor.name for tensor in self.outputs)
 
     @cached_property
+    def needs_attributes(self) -> bool:
+        """Whether any attribute is required."""
+        return any(attribute.required for attribute in self.attributes)
+
+    @cached_property
+    def groups(self) -> frozenset[str]:
+        """The names of the inputs that are groups."""
+        return frozenset(tensor.name for tensor in self.inputs if tensor.group)
+
+    @cached_property
     def has_groups(self) -> bool:
         """Whether any input or output is a group."""
         return any(tensor.group for tensor in (*self.inputs, *self.outputs))

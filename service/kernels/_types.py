@@ -79,6 +79,12 @@ class Attribute:
         return _parts(self.type)[1]
 
     @property
+    def minimum(self) -> Any:
+        """The least value of an item, or None."""
+        notes = getattr(_item(self.type), "__metadata__", ())
+        return next((note.ge for note in notes if isinstance(note, Ge)), None)
+
+    @property
     def type_name(self) -> str:
         """The type as text for readers: int, float, list[str] | None, or the choices of a literal."""
         item, is_list, optional = _parts(self.type)
@@ -124,7 +130,11 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
 
 def _parts(hint: Any) -> tuple[Any, bool, bool]:
     """Return the type of an attribute's items, whether the attribute is a list, and whether it may be None."""
-    hint, optional = _without_none(hint)
-    is_list = get_origin(hint) is list
-    item = get_args(hint)[0] if is_list else hint
-    return getattr(item, "__origin__", item) if get_origin(item) is Annotated else item, is_list, optional
+    item, (hint, optional) = _item(hint), _without_none(hint)
+    return item.__origin__ if get_origin(item) is Annotated else item, get_origin(hint) is list, optional
+
+
+def _item(hint: Any) -> Any:
+    """Return the type of an attribute's items, with its bounds."""
+    hint, _ = _without_none(hint)
+    return get_args(hint)[0] if get_origin(hint) is list else hint

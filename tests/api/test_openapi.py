@@ -8,11 +8,8 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from fastapi.routing import APIRoute
 from openapi_spec_validator import validate
 
-from service.api.operators.models import request_model
-from service.api.operators.rest import router
 from service.kernels import OPERATORS
 from tests.serving import serving
 
@@ -44,14 +41,6 @@ def test_requests_and_answers_conform_to_their_schemas(
     assert not conforms(schema, f"{op}Request", {**request, "more": 1})
     assert not conforms(schema, f"{op}Request", {name: None for name in request})
     assert not conforms(schema, f"{op}Answer", {name: 1 for name in answer})
-
-
-def test_requests_of_operators_are_read_by_the_models_of_the_document() -> None:
-    bodies = {route.name: route.body_field for route in router.routes if isinstance(route, APIRoute)}
-    for name, operator in OPERATORS.items():
-        body = bodies[name]
-        assert body is not None
-        assert body.field_info.annotation is request_model(operator)
 
 
 def test_no_component_refers_to_itself(schema: Any) -> None:

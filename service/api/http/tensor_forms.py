@@ -1,4 +1,4 @@
-"""The JSON forms of one tensor, as pydantic models: they check the envelope of a request, and OpenAPI shows them.
+"""The JSON forms of tensors, as pydantic models: they check the envelope of a request, and OpenAPI shows them.
 
 pydantic never sees the numbers: they stay with the codec.
 """
@@ -9,20 +9,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    GetPydanticSchema,
-    StrictInt,
-    ValidationError,
-    ValidationInfo,
-    create_model,
-    model_validator,
-)
-from pydantic_core import CoreSchema, PydanticCustomError
-from pydantic_core.core_schema import with_info_plain_validator_function
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, create_model, model_validator
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
 from service.codecs import json as json_codec
@@ -83,21 +71,6 @@ def read_tensor(document: json_codec.Document, name: str, value: Any, default: s
     return document.base64(name, envelope.base64, dtype, envelope.shape or [])
 
 
-def tensor_field(name: str, kind: Kind) -> Any:
-    """Return the type of the input `name` in a model: OpenAPI shows the forms of a tensor, and our decoder reads it.
-
-    pydantic's context is the document.
-    """
-
-    def read(value: Any, info: ValidationInfo[json_codec.Document]) -> Array:
-        return read_tensor(info.context, name, value, kind.default)
-
-    def schema(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return with_info_plain_validator_function(read, json_schema_input_schema=handler(source))
-
-    return Annotated[input_type(kind), GetPydanticSchema(schema)]
-
-
 Number = TypeAliasType("Number", 'float | Literal["NaN", "Infinity", "-Infinity"]')
 
 
@@ -136,6 +109,13 @@ def input_type(kind: Kind) -> Any:
     as_list = create_model(f"{name}List", **head, shape=(list[int] | None, None), data=(data, ...))
     as_base64 = create_model(f"{name}Base64", **head, shape=(list[int], ...), base64=(str, ...))
     return TypeAliasType(f"{name}Tensor", data | as_list | as_base64)
+
+
+@cache
+def group_type(kind: Kind) -> Any:
+    """Return the type of a group of tensors in a request."""
+    tensor = input_type(kind)
+    return TypeAliasType(f"{kind.name.capitalize()}Tensors", dict[str, tensor] | list[tensor])  # type: ignore[valid-type]
 
 
 @cache

@@ -88,7 +88,7 @@ def routes(statistics: OperatorStatistics) -> APIRouter:
 
 def _described(operator: Operator) -> ModelMetadata:
     def described(tensor: Tensor) -> TensorMetadata:
-        return {"name": tensor.name, "datatype": _datatype(tensor), "shape": [-1] * tensor.rank}
+        return {"name": _name(tensor), "datatype": _datatype(tensor), "shape": [-1] * tensor.rank}
 
     return {
         "name": operator.name,
@@ -101,7 +101,7 @@ def _described(operator: Operator) -> ModelMetadata:
 
 def _configuration(operator: Operator) -> ModelConfiguration:
     def described(tensor: Tensor) -> ConfiguredOutput:
-        return {"name": tensor.name, "data_type": f"TYPE_{_datatype(tensor)}", "dims": [-1] * tensor.rank}
+        return {"name": _name(tensor), "data_type": f"TYPE_{_datatype(tensor)}", "dims": [-1] * tensor.rank}
 
     return {
         "name": operator.name,
@@ -110,6 +110,11 @@ def _configuration(operator: Operator) -> ModelConfiguration:
         "input": [{**described(tensor), "optional": tensor.optional} for tensor in operator.inputs],
         "output": list(map(described, operator.outputs)),
     }
+
+
+def _name(tensor: Tensor) -> str:
+    """Return the tensor's name, for a group as a pattern of the names of its tensors."""
+    return tensor.name + ".*" * tensor.group
 
 
 def _datatype(tensor: Tensor) -> str:

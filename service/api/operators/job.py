@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from service.buffers.epochs import check_contributor
@@ -11,7 +11,7 @@ from service.buffers.names import check_name
 from service.codecs.parts import Part
 from service.dtypes import FLOATS, Array
 from service.errors import DtypeMismatch, InvalidParameter, UnknownOperator, shown
-from service.kernels import OPERATORS, Operator
+from service.kernels import OPERATORS, Operator, Tensor
 
 MIN_SIMILARITY = 0.85
 """The part that two names must share, at least, for one to be a slip for the other. Most names share Grad."""
@@ -78,12 +78,12 @@ def buffers_of(
         raise InvalidParameter(f"{name} is only for outputs that into= adds to a buffer", parameter=name)
     if not (sources or into):
         return NO_BUFFERS
-    sources_by_input = _pairs("from", sources, [tensor.name for tensor in operator.inputs])
-    targets = _pairs("into", into, operator.output_names)
-    for output in operator.outputs:
-        if output.name in targets and output.kind.dtypes != FLOATS.dtypes:
-            problem = f"{output.name} is {' or '.join(output.kind.dtypes)}, but a buffer holds floats"
-            raise DtypeMismatch(problem, tensor=output.name)
+    sources_by_input = _pairs("from", sources, operator.inputs)
+    targets = _pairs("into", into, operator.outputs)
+    for name in targets:
+        output = next(one for one in operator.outputs if one.name == name.partition(".")[0])
+        if not fits_a_buffer(output):
+            raise DtypeMismatch(f"{name} is {' or '.join(output.kind.dtypes)}, but a buffer holds floats", tensor=name)
     if len(set(targets.values())) < len(targets):
         raise InvalidParameter("into names a buffer twice, but a request may change each once", parameter="into")
     if contributor is not None:
@@ -91,14 +91,40 @@ def buffers_of(
     return BufferUse(sources_by_input, targets, 1.0 if weight is None else weight, epoch, contributor)
 
 
-def _pairs(parameter: str, texts: Sequence[str], tensors: Collection[str]) -> dict[str, str]:
-    """Return the buffer of each tensor, from texts like `dW:gru.W`. Each of `tensors` may occur once."""
+def fits_a_buffer(output: Tensor) -> bool:
+    """Whether the output can be a float, which a buffer holds."""
+    return not set(FLOATS.dtypes).isdisjoint(output.kind.dtypes)
+
+
+def is_known(name: str, tensors: Iterable[Tensor]) -> bool:
+    """Whether this is the name of a tensor that is no group, or of a member of a group."""
+    group, _, member = name.partition(".")
+    return any(bool(member) and group == one.name if one.group else name == one.name for one in tensors)
+
+
+def is_output(operator: Operator, name: str) -> bool:
+    """Whether this is the name of an output, of a group of outputs, or of a member of such a group."""
+    return name in operator.output_names or is_known(name, operator.outputs)
+
+
+def listed(tensors: Iterable[Tensor]) -> str:
+    """Return the names of tensors for readers."""
+    return ", ".join(one.name + ".NAME" * one.group for one in tensors)
+
+
+def chosen(names: Iterable[str], wanted: Collection[str]) -> list[str]:
+    """Return the names that are in `wanted`, or whose group is."""
+    return [name for name in names if name in wanted or name.partition(".")[0] in wanted]
+
+
+def _pairs(parameter: str, texts: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, str]:
+    """Return the buffer of each tensor, from texts like `dW:gru.W`. Each tensor may occur once."""
     pairs: dict[str, str] = {}
     for text in texts:
         tensor, _, buffer = text.partition(":")
-        if tensor not in tensors or not buffer:
+        if not (buffer and is_known(tensor, tensors)):
             raise InvalidParameter(
-                f"{parameter} is {shown(text)}, but must be one of {', '.join(tensors)}, followed by a colon"
+                f"{parameter} is {shown(text)}, but must be one of {listed(tensors)}, followed by a colon"
                 " and a buffer's name",
                 parameter=parameter,
             )

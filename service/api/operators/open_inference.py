@@ -17,7 +17,8 @@ from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import invalid_parameter, parameters_of
 from service.api.http.routing import access
 from service.api.operators import openapi
-from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of, find
+from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of, chosen, find, is_known, is_output, listed
+from service.api.operators.models import attribute_fields
 from service.api.operators.protocol_models import BufferParameters
 from service.api.operators.run import Result, is_small, run
 from service.api.operators.shared_memory import SCOPE, read_inputs
@@ -87,7 +88,7 @@ async def infer(call: CurrentCall, op: str) -> Answer:
         inline = is_small(call, sum(one.part.size for one in shared.values()))
         job = await call.offload(inline, read_inputs, call, job, shared)
     result = await run(call, job, "list" if reply.is_text else None, reply.binary)
-    if not (reply.is_text and result.is_large):
+    if not result.is_large(reply.is_text):
         return _encode(call, operator, result, reply)
     return await call.offload(False, _encode, call, operator, result, reply, changed=bool(result.receipts))
 
@@ -116,12 +117,13 @@ def _decode(call: Call, operator: Operator, length: int | None, body: memoryview
 
 def _decode_tensors(operator: Operator, limits: Limits, length: int | None, body: memoryview) -> Decoded:
     request = codec.decode(body, length, limits)
-    known = operator.output_names
     wanted = None if request.outputs is None else list(request.outputs)
     for name in wanted or ():
-        if name not in known:
-            raise Invalid(f"{operator.name} has no output {shown(name)}; its outputs are {', '.join(known)}")
-    binary = {name: request.binary for name in known} if request.outputs is None else request.outputs
+        if not is_output(operator, name):
+            raise Invalid(f"{operator.name} has no output {shown(name)}; its outputs are {listed(operator.outputs)}")
+        if name in request.parts and not is_known(name, operator.outputs):
+            raise InvalidParameter(f"{name} is a group: name the place of each of its tensors", parameter="outputs")
+    binary = dict.fromkeys(operator.output_names, request.binary) if request.outputs is None else request.outputs
     attributes, buffers = _attributes(operator, request.parameters)
     for name in request.parts.keys() & buffers.targets.keys():
         raise InvalidParameter(f"{name} goes to a buffer, so it cannot go to shared memory, too", parameter="into")
@@ -134,20 +136,22 @@ def _decode_tensors(operator: Operator, limits: Limits, length: int | None, body
 def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> tuple[Job, Reply]:
     """Read a body that is the bytes of the only input, in its default dtype, of rank 1."""
     needed = [tensor for tensor in operator.inputs if not tensor.optional]
-    if len(needed) != 1:
+    if len(needed) != 1 or needed[0].group:
         raise MalformedBody(
             "Inference-Header-Content-Length is 0, so the body is bytes alone: that is for models with one input, but"
-            f" {operator.name} needs {', '.join(tensor.name for tensor in needed)}"
+            f" {operator.name} needs {listed(needed)}"
         )
     name, dtype = needed[0].name, DTYPES[needed[0].kind.default]
     tensor = codec.decode_raw(name, dtype, body, limits)
-    return Job(operator, body, {name: tensor}, {}, None), Reply(None, operator.output_names, False)
+    attributes, _ = _attributes(operator, {})
+    return Job(operator, body, {name: tensor}, attributes, None), Reply(None, operator.output_names, False)
 
 
 def _encode(call: Call, operator: Operator, result: Result, reply: Reply) -> Answer:
     began = time.perf_counter_ns()
     parameters = receipts_text(result.receipts) if result.receipts else {}
-    pieces, length = codec.encode(operator.name, reply.id, result.outputs, reply.binary, parameters, reply.shared)
+    binary = {*chosen(result.outputs, reply.binary)} if operator.has_groups else reply.binary
+    pieces, length = codec.encode(operator.name, reply.id, result.outputs, binary, parameters, reply.shared)
     if length is None:
         answer = Answer(pieces, JSON, result.fields).coded(result.coding)
     else:
@@ -162,13 +166,13 @@ _BUFFER_PARAMETERS = frozenset(parameters_of(BufferParameters))
 
 @cache
 def _attribute_model(operator: Operator) -> type[BaseModel]:
-    fields: Any = {a.name: (a.type, a.default) for a in operator.attributes}
-    return create_model(f"{operator.name}Attributes", __config__=ConfigDict(extra="forbid", strict=True), **fields)
+    config = ConfigDict(extra="forbid", strict=True)
+    return create_model(f"{operator.name}Attributes", __config__=config, **attribute_fields(operator))
 
 
 def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> tuple[dict[str, Any], BufferUse]:
-    """Return the attributes and the buffers in the parameters. A list is a text with commas: no parameter is a list."""
-    if not parameters:
+    """Return the attributes and the buffers in the parameters. A list is a text with commas, as Triton has no lists."""
+    if not parameters and not operator.needs_attributes:
         return {}, NO_BUFFERS
     for name, value in parameters.items():
         if isinstance(value, str) and len(value) > MAX_PARAMETER_CHARACTERS:
@@ -177,11 +181,8 @@ def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> tuple[dict
                 parameter=name,
                 limit=MAX_PARAMETER_CHARACTERS,
             )
-    lists = {a.name for a in operator.attributes if "list" in a.type_name}
     values = {
-        name: value.split(",") if name in lists and isinstance(value, str) else value
-        for name, value in parameters.items()
-        if name not in _IGNORED and name not in _BUFFER_PARAMETERS
+        name: value for name, value in parameters.items() if name not in _IGNORED and name not in _BUFFER_PARAMETERS
     }
     try:
         attributes = _attribute_model(operator).model_validate(values).model_dump()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import numpy as np
 import orjson
 
 from service.api.buffers.openapi import ONE
@@ -18,8 +17,8 @@ from service.kernels import Operator
 
 
 def example_answer(operator: Operator) -> Any:
-    tensors = {each.name: np.array(operator.example[each.name], each.kind.default) for each in operator.inputs}
-    return orjson.loads(b"".join(json_codec.encode(operator(tensors, {}), "list")))
+    outputs = operator(operator.example_tensors, operator.example_attributes)
+    return orjson.loads(b"".join(json_codec.encode(outputs, "list", grouped=operator.has_groups)))
 
 
 def declaration(operator: Operator) -> dict[str, Any]:

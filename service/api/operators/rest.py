@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from functools import cache
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from typing_extensions import TypedDict
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from service.api.buffers.receipts import receipts_text
 from service.api.http.answer import JSON, Answer, JsonAnswer
@@ -17,77 +15,20 @@ from service.api.http.body import header_of, is_quick, read_body
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import media_types
 from service.api.http.routing import access
+from service.api.http.tensor_forms import read_tensor
 from service.api.operators import openapi
-from service.api.operators.job import BufferUse, Job, buffers_of, find, unknown_operator
-from service.api.operators.models import request_model
+from service.api.operators.descriptions import OperatorInfo, OperatorList, describe
+from service.api.operators.job import BufferUse, Job, buffers_of, find, is_output, unknown_operator
+from service.api.operators.models import attribute_fields
 from service.api.operators.run import Result, run
 from service.codecs import json as json_codec
 from service.codecs import safetensors
-from service.engine.engine import check_names
+from service.dtypes import Array
+from service.engine.engine import check_known, unknown_input
 from service.errors import InvalidParameter, shown
-from service.kernels import OPERATORS, Operator, Tensor
+from service.kernels import OPERATORS, Operator
 
 router = APIRouter(tags=["operators"])
-
-
-class TensorInfo(TypedDict):
-    """An input or output of an operator."""
-
-    name: str
-    dtypes: list[str]
-    default_dtype: Annotated[str, Field(description="The dtype of a JSON list that names none.")]
-    type_variable: Annotated[str | None, Field(description="Tensors of the same type variable share a dtype.")]
-    optional: bool
-
-
-class AttributeInfo(TypedDict):
-    """An attribute of an operator, a query parameter."""
-
-    name: str
-    type: str
-    default: Any
-
-
-class OperatorInfo(TypedDict):
-    """An operator: its formula, inputs, outputs and attributes."""
-
-    name: str
-    formula: str
-    description: str
-    inputs: list[TensorInfo]
-    outputs: list[TensorInfo]
-    attributes: list[AttributeInfo]
-    example: Annotated[dict[str, Any], Field(description="A request and its answer.")]
-
-
-class OperatorList(TypedDict):
-    """All operators."""
-
-    operators: list[OperatorInfo]
-
-
-@cache
-def describe(operator: Operator) -> OperatorInfo:
-    """Return the operator's declaration as clients read it."""
-    return OperatorInfo(
-        name=operator.name,
-        formula=operator.formula,
-        description=openapi.description(operator),
-        inputs=list(map(_tensor_info, operator.inputs)),
-        outputs=list(map(_tensor_info, operator.outputs)),
-        attributes=[AttributeInfo(name=a.name, type=a.type_name, default=a.default) for a in operator.attributes],
-        example={"request": dict(operator.example), "answer": openapi.example_answer(operator)},
-    )
-
-
-def _tensor_info(tensor: Tensor) -> TensorInfo:
-    return TensorInfo(
-        name=tensor.name,
-        dtypes=list(tensor.kind.dtypes),
-        default_dtype=tensor.kind.default,
-        type_variable=tensor.variable,
-        optional=tensor.optional,
-    )
 
 
 @router.get("/v1/ops", summary="List the operators")
@@ -132,8 +73,8 @@ class EndpointQuery(BaseModel):
 
 def query_model(operator: Operator) -> type[EndpointQuery]:
     """Return the query parameters of the operator's endpoint, including its attributes."""
-    fields: Any = {a.name: (a.type, a.default) for a in operator.attributes}
-    if len(operator.outputs) > 1:
+    fields = attribute_fields(operator)
+    if len(operator.outputs) > 1 or operator.outputs[0].group:
         description = "The outputs to return, separated by commas; by default all."
         if operator.takes_wanted:
             description += " Other outputs are not computed."
@@ -145,9 +86,10 @@ def wanted_outputs(operator: Operator, outputs: str | None) -> list[str] | None:
     """Return the names in the query parameter `outputs`. Raises `InvalidParameter`."""
     if outputs is None:
         return None
-    known, names = operator.output_names, outputs.split(",")
-    if not set(names) <= set(known) or len(set(names)) < len(names):
-        problem = f"outputs is {shown(outputs)}, but must name some of {','.join(known)}, each once"
+    names = outputs.split(",")
+    if not all(is_output(operator, name) for name in names) or len(set(names)) < len(names):
+        known = ",".join(one.name + "[.NAME]" * one.group for one in operator.outputs)
+        problem = f"outputs is {shown(outputs)}, but must name some of {known}, each once"
         raise InvalidParameter(problem, parameter="outputs")
     return names
 
@@ -164,9 +106,9 @@ async def run_operator(call: Call, operator: Operator, query: EndpointQuery) -> 
     job, form = decode(*given) if inline else await call.decode_in_pool(text, decode, *given)
     encoding = (query.encoding or form) if answers == JSON else None
     result = await run(call, job, encoding)
-    if encoding is None or not result.is_large:
-        return encode(call, result, encoding)
-    return await call.offload(False, encode, call, result, encoding, changed=bool(result.receipts))
+    if not result.is_large(encoding is not None):
+        return encode(call, operator, result, encoding)
+    return await call.offload(False, encode, call, operator, result, encoding, changed=bool(result.receipts))
 
 
 def decode_json(
@@ -175,18 +117,32 @@ def decode_json(
     """Read the job from a JSON body. Return it with the default form of tensors in a JSON answer."""
     began = time.perf_counter_ns()
     # A request needs no body if all its inputs come from buffers.
-    document = json_codec.Document(body if len(body) or not query.sources else b"{}", call.engine.limits)
+    text = body if len(body) or not query.sources else b"{}"
+    document = json_codec.Document(text, call.engine.limits, operator.groups)
     buffers = _buffers(operator, query)
-    try:
-        given = request_model(operator).model_validate(document.members, context=document)
-    except ValidationError:
-        check_names(operator, document.members)
-        raise
-    names = [tensor.name for tensor in operator.inputs if tensor.name in given.model_fields_set]
+    tensors = _read_tensors(operator, document)
     document.finish()
-    job = _job(operator, query, body, {name: getattr(given, name) for name in names}, buffers)
+    job = _job(operator, query, body, tensors, buffers)
     call.spent["decode"] = time.perf_counter_ns() - began
     return job, document.encoding
+
+
+def _read_tensors(operator: Operator, document: json_codec.Document) -> dict[str, Array]:
+    """Read the inputs in the body. Raises `UnknownTensor`, and what `read_tensor` raises."""
+    tensors = {}
+    for one in operator.inputs:
+        if one.name not in document.members:
+            continue
+        given = document.members[one.name]
+        values = {f"{one.name}.{name}": value for name, value in given.items()} if one.group else {one.name: given}
+        if one.group:
+            check_known(operator, values)
+        for name, value in values.items():
+            tensors[name] = read_tensor(document, name, value, one.kind.default)
+    for name in document.members:
+        if name not in operator.inputs_by_name:
+            raise unknown_input(operator, name)
+    return tensors
 
 
 def decode_safetensors(
@@ -212,20 +168,22 @@ def _job(
     return Job(operator, body, tensors, attributes, wanted, buffers)
 
 
-def encode(call: Call, result: Result, encoding: json_codec.Encoding | None) -> Answer:
+def encode(call: Call, operator: Operator, result: Result, encoding: json_codec.Encoding | None) -> Answer:
     """Write the outputs and the receipts as JSON, or, without an `encoding`, as a safetensors file."""
     began = time.perf_counter_ns()
     if encoding is None:
         metadata = receipts_text(result.receipts) if result.receipts else None
         answer = Answer(safetensors.encode(result.outputs, metadata), safetensors.MEDIA_TYPE, result.fields)
     else:
-        pieces = json_codec.encode(result.outputs, encoding, result.receipts)
+        pieces = json_codec.encode(result.outputs, encoding, result.receipts, grouped=operator.has_groups)
         answer = Answer(pieces, JSON, result.fields).coded(result.coding)
     call.spent["encode"] = time.perf_counter_ns() - began
     return answer
 
 
-def _add_endpoint(operator: Operator) -> None:
+def add_endpoint(operator: Operator) -> None:
+    """Give the operator its endpoint."""
+
     async def endpoint(call, query):  # type: ignore[no-untyped-def]
         return await run_operator(call, operator, query)
 
@@ -244,7 +202,7 @@ def _add_endpoint(operator: Operator) -> None:
 
 
 for _operator in OPERATORS.values():
-    _add_endpoint(_operator)
+    add_endpoint(_operator)
 
 
 @router.post("/v1/ops/{op}", include_in_schema=False)

@@ -11,18 +11,19 @@ from typing import Any, NamedTuple
 from service.api.buffers.preconditions import key_of, match_of, recalled, refuse_headers
 from service.api.buffers.receipts import replayed
 from service.api.http.answer import AnswerForm
+from service.api.http.body import INLINE_MEMBERS
 from service.api.http.call import Call
 from service.api.http.negotiation import wanted_coding
 from service.api.http.offload import ALONE_BYTES, INLINE_BYTES, INLINE_HALF_BYTES, INLINE_TEXT_BYTES
-from service.api.operators.job import Job
+from service.api.operators.job import Job, chosen
 from service.api.operators.shared_memory import write_outputs
 from service.buffers.changes import Add
 from service.buffers.perform import Outcome, check_same_buffer, counted_once
 from service.buffers.record import Key, Receipt
 from service.codecs import json as json_codec
-from service.dtypes import Array
+from service.dtypes import FLOATS, NAMES, Array
 from service.engine.engine import Reserve
-from service.errors import Busy, EpochGone, GradserveError, InvalidParameter, UnknownBuffer
+from service.errors import Busy, DtypeMismatch, EpochGone, GradserveError, InvalidParameter, UnknownBuffer
 
 INLINE_MULTIPLY_ADDS = 1 << 20
 """The event loop computes up to so much work: the way to the pool and back takes as long."""
@@ -38,10 +39,11 @@ class Result(NamedTuple):
     coding: str | None = None
     """How the answer is compressed."""
 
-    @property
-    def is_large(self) -> bool:
-        """Whether to write the outputs as text takes too long for the event loop."""
-        return sum([output.nbytes for output in self.outputs.values()]) > INLINE_TEXT_BYTES
+    def is_large(self, as_text: bool) -> bool:
+        """Whether to write the outputs takes too long for the event loop."""
+        if len(self.outputs) > INLINE_MEMBERS:
+            return True
+        return as_text and sum([output.nbytes for output in self.outputs.values()]) > INLINE_TEXT_BYTES
 
 
 class _Computed(NamedTuple):
@@ -70,12 +72,14 @@ async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary
     if encoding is not None:
         coding = wanted_coding(call, encoding)
         form = AnswerForm(encoding, coding)
-        texts = [output for name, output in answered.items() if name not in binary]
+        as_bytes = {*chosen(answered, binary)} if binary else ()
+        texts = [output for name, output in answered.items() if name not in as_bytes]
         call.reserve(sum([form.extra_bytes(output.shape, output.dtype) for output in texts]))
     if not targets:
         return Result(answered, coding=coding)
     outcome = computed.outcome
     if outcome is None:
+        _check_floats(computed.outputs, targets)
         add = partial(Add, match=match_of(call), weight=use.weight, epoch=use.epoch, contributor=use.contributor)
         adds = [add(name=buffer, tensor=name, gradient=computed.outputs[name]) for name, buffer in targets.items()]
         outcome = await call.submit(adds, computed.key, computed.states)
@@ -95,6 +99,14 @@ def _check(call: Call, job: Job) -> None:
         refuse_headers(call, "If-None-Match", *([] if len(job.buffers.targets) == 1 else ["If-Match"]))
 
 
+def _check_floats(outputs: Mapping[str, Any], targets: Collection[str]) -> None:
+    """Raise `DtypeMismatch` if an output that goes to a buffer is no float here."""
+    for name in targets:
+        dtype = outputs[name].dtype
+        if NAMES[dtype] not in FLOATS.dtypes:
+            raise DtypeMismatch(f"{name} is {dtype}, but a buffer holds floats", tensor=name)
+
+
 def _size(job: Job) -> int:
     """Return the bytes that the request has brought."""
     return len(job.body) + len(job.shared)
@@ -102,7 +114,11 @@ def _size(job: Job) -> int:
 
 def _answered(job: Job) -> Sequence[str]:
     """Return the outputs that the answer has, rather than a buffer."""
-    names = job.operator.output_names if job.wanted is None else job.wanted
+    operator = job.operator
+    names: Sequence[str] = operator.output_names if job.wanted is None else job.wanted
+    if operator.has_groups:
+        outputs = operator.outputs_for([*job.tensors, *job.buffers.sources])
+        names = [*dict.fromkeys([*chosen(outputs, names), *(name for name in names if "." in name)])]
     return [name for name in names if name not in job.buffers.targets]
 
 
@@ -114,7 +130,11 @@ def is_small(call: Call, size: int) -> bool:
 def computes_at_once(call: Call, job: Job) -> bool:
     """Return whether the event loop may compute the job: the way to the pool would take as long."""
     size = _size(job)
-    if not is_small(call, size) or job.operator.work(job.tensors, job.attributes) > INLINE_MULTIPLY_ADDS:
+    if (
+        len(job.tensors) > INLINE_MEMBERS
+        or not is_small(call, size)
+        or job.operator.work(job.tensors, job.attributes) > INLINE_MULTIPLY_ADDS
+    ):
         return False
     return size <= INLINE_HALF_BYTES or all(tensor.dtype.itemsize != 2 for tensor in job.tensors.values())
 
