@@ -1,6 +1,6 @@
 """The operators' kernels: NumPy in, NumPy out, no knowledge of the web. Importing this package fills `OPERATORS`."""
 
-from service.kernels import accumulate, activations, broadcast, gather, gru, softmax
+from service.kernels import accumulate, activations, broadcast, gather, gru, indexing, quantization, softmax
 from service.kernels._blocks import Workspace, workspace
 from service.kernels._op import MAX_MULTIPLY_ADDS, OPERATORS, Operator
 from service.kernels._types import Attribute, Tensor
@@ -17,6 +17,8 @@ __all__ = [
     "broadcast",
     "gather",
     "gru",
+    "indexing",
+    "quantization",
     "softmax",
     "workspace",
 ]

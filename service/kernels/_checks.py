@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
-from service.dtypes import Array
-from service.errors import AxisOutOfRange, DtypeMismatch, ShapeMismatch
+from collections.abc import Mapping
+
+from service.dtypes import FLOAT64, Array
+from service.errors import AxisOutOfRange, DtypeMismatch, InvalidTensor, MissingTensor, ShapeMismatch, UnknownTensor
 
 
 def same_shape(**tensors: Array) -> None:
     """Raise unless all tensors have the shape and dtype of the first."""
+    same_shapes(**tensors)
+    (name, first), *rest = tensors.items()
+    for other, tensor in rest:
+        if tensor.dtype != first.dtype:
+            problem = f"{other} is {tensor.dtype}, but must have the dtype of {name}, {first.dtype}"
+            raise DtypeMismatch(problem, tensor=other)
+
+
+def same_shapes(**tensors: Array) -> None:
+    """Raise `ShapeMismatch` unless all tensors have the shape of the first."""
     (name, first), *rest = tensors.items()
     for other, tensor in rest:
         if tensor.shape != first.shape:
             problem = f"{other} has shape {list(tensor.shape)}, but must have the shape of {name}, {list(first.shape)}"
             raise ShapeMismatch(problem, tensor=other)
-        if tensor.dtype != first.dtype:
-            problem = f"{other} is {tensor.dtype}, but must have the dtype of {name}, {first.dtype}"
-            raise DtypeMismatch(problem, tensor=other)
+
+
+def same_members(**groups: Mapping[str, Array]) -> None:
+    """Raise unless all groups have the names and the shapes of the first."""
+    (group, first), *rest = groups.items()
+    for other, members in rest:
+        for member in members.keys() - first.keys():
+            problem = f"{other}.{member} has no {group}.{member}: {other} must have the names of {group}"
+            raise UnknownTensor(problem, tensor=f"{other}.{member}")
+        for member, tensor in first.items():
+            if member not in members:
+                problem = f"{group}.{member} has no {other}.{member}: {other} must have the names of {group}"
+                raise MissingTensor(problem, tensor=f"{other}.{member}")
+            same_shapes(**{f"{group}.{member}": tensor, f"{other}.{member}": members[member]})
+
+
+def one_element(name: str, tensor: Array) -> float:
+    """Return the only element of the tensor `name`. Raise `InvalidTensor` if it has none or several."""
+    if tensor.size != 1:
+        raise InvalidTensor(f"{name} has shape {list(tensor.shape)}, but must have one element", tensor=name)
+    number: float = tensor.reshape(()).astype(FLOAT64 if tensor.dtype.itemsize == 2 else tensor.dtype).item()
+    return number
 
 
 def normalize_axis(axis: int, rank: int, tensor: str, owner: str | None = None) -> int:

@@ -123,7 +123,7 @@ class Operator:
         selection = {}
         if wanted is not None and self.takes_wanted:
             selection = {"wanted": [name.partition(".")[0] for name in wanted]}
-        result = self.kernel(*self._in_order(tensors), **attributes, **selection)
+        result = self.kernel(*self._in_order(tensors), **self._in_python(attributes), **selection)
         results = dict(zip(self.output_names, result if isinstance(result, tuple) else (result,), strict=True))
         if self.has_groups:
             results = _flat(results)
@@ -134,7 +134,7 @@ class Operator:
     def in_pieces(self, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> Any:
         """Return the only output of a `sparse` operator as an object that computes pieces of it."""
         assert self.sparse is not None
-        return self.sparse(*self._in_order(tensors), **attributes)
+        return self.sparse(*self._in_order(tensors), **self._in_python(attributes))
 
     def work(self, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> int:
         """Return the multiplications and additions of a call beyond a few for each element of the inputs."""
@@ -143,7 +143,7 @@ class Operator:
         given = self._in_order(tensors)
         if any(array is None and not tensor.optional for tensor, array in zip(self.inputs, given, strict=True)):
             return 0  # the call will be refused
-        return self.multiply_adds(*given, **attributes)
+        return self.multiply_adds(*given, **self._in_python(attributes))
 
     def _chosen(self, results: Mapping[str, Array], wanted: Sequence[str]) -> dict[str, Array]:
         """Return the results in `wanted`, where the name of a group means all of its tensors."""
@@ -152,6 +152,15 @@ class Operator:
                 problem = f"{self.name} has no output {shown(name)} here; its outputs are {shown(', '.join(results))}"
                 raise UnknownTensor(problem, tensor=name)
         return {name: result for name, result in results.items() if {name, name.partition(".")[0]} & {*wanted}}
+
+    @cached_property
+    def _renamed(self) -> Mapping[str, str]:
+        return {one.name: one.parameter for one in self.attributes if one.name != one.parameter}
+
+    def _in_python(self, attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not self._renamed:
+            return attributes
+        return {self._renamed.get(name, name): value for name, value in attributes.items()}
 
     def _in_order(self, tensors: Mapping[str, Array]) -> list[Any]:
         if not self.has_groups:
@@ -216,6 +225,8 @@ def op(
             multiply_adds=multiply_adds,
             sparse=sparse,
         )
+        if name in OPERATORS:
+            raise TypeError(f"There are two operators {name}")
         unknown = example.keys() - operator.example.keys() - operator.example_attributes.keys()
         unknown |= {one.like for one in operator.outputs if one.like} - {one.name for one in inputs if one.group}
         if unknown:

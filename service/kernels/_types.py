@@ -62,6 +62,8 @@ class Attribute:
     name: str
     type: Any
     default: Any
+    parameter: str
+    """The name in Python: `lambda_` for `lambda`, as that is no name there."""
 
     @property
     def required(self) -> bool:
@@ -117,7 +119,7 @@ def read_attribute(name: str, hint: Any, default: Any) -> Attribute:
         raise TypeError(
             f"The attribute {name} is {hint}, but must be an int, a float, a str, a Literal or a list of one"
         )
-    return Attribute(name, hint, default)
+    return Attribute(name.rstrip("_"), hint, default, name)
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

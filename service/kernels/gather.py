@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
-# The private loop behind scipy's `csc_array @ dense`, which adds into existing memory. The public product makes a new
-# array of the output's size and takes 3 to 100 times as long. tests/kernels/test_scipy_private.py fails if it changes.
-from scipy.sparse._sparsetools import csc_matvecs
-
-from service.dtypes import INT64, Array, DType, compute_dtype
-from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch, TooManyDimensions
-from service.kernels._blocks import block_length, claim, new_output, share_out, spare_memory
+from service.dtypes import INT64, Array, compute_dtype
+from service.errors import ShapeMismatch
+from service.kernels._blocks import claim, new_output, spare_memory
 from service.kernels._checks import normalize_axis
 from service.kernels._op import op
+from service.kernels._scatter import add_rows, clear, flat_indices, read_shape, scatter_add
 from service.kernels._types import Shape, T, Tind
 from service.limits import MAX_RANK
 
 SORT_BYTES = 16
 """Bytes that NumPy takes to sort an index: its place, and as much to merge."""
-
-UNIQUE_BYTES = 40
-"""Bytes that NumPy takes to find out whether an index is the first of its value."""
-
-SPARSE_NUMBERS_PER_INDEX = 32
-"""Numbers of the output for each index from which on it is faster to find first which rows occur."""
 
 
 class GatheredRows:
@@ -89,7 +79,7 @@ class GatheredRows:
         """Add to `sums`, which is flat, the columns `columns` of the `count` rows from `first` on."""
         low, high = np.searchsorted(self._rows, (first, first + count))
         order = self._order[low:high]
-        _add_rows(sums.reshape(count, -1), self._rows[low:high] - first, lambda part: self.grad[order[part], columns])
+        add_rows(sums.reshape(count, -1), self._rows[low:high] - first, lambda part: self.grad[order[part], columns])
 
 
 @op(
@@ -114,10 +104,10 @@ def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: 
         grad = grad.copy()
     if np.may_share_memory(output, targets):
         targets = targets.copy()
-    _clear(output)
+    clear(output)
     if grad.size:
         outer, inner = math.prod(dims[:axis]), math.prod(dims[axis + 1 :])
-        _scatter_add(
+        scatter_add(
             output.reshape(outer, dims[axis], inner), targets, np.ascontiguousarray(grad).reshape(outer, -1, inner)
         )
     return output
@@ -125,7 +115,7 @@ def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: 
 
 def _check(shape: Array, indices: Array, grad: Array, axis: int) -> tuple[tuple[int, ...], int, Array]:
     """Return the output's dimensions, the axis from the front, and the index along it for each row of `grad`."""
-    dims = _dims(shape)
+    dims = read_shape(shape)
     axis = normalize_axis(axis, len(dims), "shape", "the tensor that shape describes")
     expected = (*dims[:axis], *indices.shape, *dims[axis + 1 :])
     if grad.shape != expected:
@@ -134,99 +124,4 @@ def _check(shape: Array, indices: Array, grad: Array, axis: int) -> tuple[tuple[
             f" shape {list(dims)} with dimension {axis} replaced by the shape of indices, {list(indices.shape)}",
             tensor="grad",
         )
-    return dims, axis, _targets(indices, dims[axis])
-
-
-def _dims(shape: Array) -> tuple[int, ...]:
-    if shape.size > MAX_RANK:
-        raise TooManyDimensions(
-            f"The output has {shape.size} dimensions; the limit is {MAX_RANK}, or GRADSERVE_MAX_DIMENSIONS if smaller",
-            limit=MAX_RANK,
-        )
-    dims = tuple(shape.ravel().tolist())
-    for place, dim in enumerate(dims):
-        if dim < 0:
-            raise InvalidTensor(f"shape[{place}] is {dim}, but a dimension must be 0 or more", tensor="shape")
-    return dims
-
-
-def _targets(indices: Array, size: int) -> Array:
-    """Return `indices`, flat and counted from the front."""
-    flat = indices.ravel()
-    if not flat.size:
-        return flat
-    lowest = flat.min()
-    if lowest < -size or flat.max() >= size:
-        place = int(((flat < -size) | (flat >= size)).argmax())
-        subscripts = "".join(f"[{k}]" for k in np.unravel_index(place, indices.shape))
-        allowed = f"must be in [{-size}, {size - 1}]" if size else "the dimension that it indexes is empty"
-        problem = f"indices{subscripts} is {flat[place]}, but {allowed}"
-        raise IndexOutOfRange(problem, tensor="indices", index=int(flat[place]))
-    if lowest < 0:
-        given, flat = flat, spare_memory(flat.shape, INT64)
-        flat[...] = given
-        np.add(flat, size, out=flat, where=flat < 0)
-    return flat
-
-
-def _clear(output: Array) -> None:
-    flat, length = output.reshape(-1), block_length(output.dtype)
-
-    def clear(number: int) -> None:
-        flat[number * length : (number + 1) * length] = 0
-
-    share_out(clear, -(-flat.size // length))
-
-
-def _zeros(shape: tuple[int, ...], dtype: DType) -> Array:
-    zeros = spare_memory(shape, dtype)
-    zeros[...] = 0
-    return zeros
-
-
-def _scatter_add(output: Array, targets: Array, grad: Array) -> None:
-    """output[o, targets[k]] += grad[o, k], k in order; output is [outer, size, inner], grad [outer, count, inner].
-
-    The 16-bit floats are added in float32. Unless most targets occur, the sums have rows for those that do.
-    """
-    outer, size, inner = output.shape
-    count, dtype = targets.size, compute_dtype(grad.dtype)
-    occurring: Array | slice = slice(None)
-    if dtype != grad.dtype and size > count and size * inner > SPARSE_NUMBERS_PER_INDEX * count:
-        claim(UNIQUE_BYTES * count)
-        occurring, targets = np.unique(targets, return_inverse=True)
-        size = len(occurring)
-    height = min(outer, max(1, block_length(grad.dtype) // (count * inner)))
-    if height > 1:
-        targets = (np.arange(height)[:, None] * size + targets).ravel()
-
-    def add(number: int) -> None:
-        target, source = (tensor[number * height : (number + 1) * height] for tensor in (output, grad))
-        sums = target if dtype == grad.dtype else _zeros((len(source), size, inner), dtype)
-        rows = source.reshape(-1, inner)
-        _add_rows(sums.reshape(-1, inner), targets[: len(rows)], rows.__getitem__)
-        if sums is not target:
-            target[:, occurring] = sums
-
-    share_out(add, -(-outer // height))
-
-
-def _add_rows(sums: Array, targets: Array, rows: Callable[[slice], Array]) -> None:
-    """sums[targets[k]] += row k, k in order, in blocks of rows; sums is [size, width].
-
-    This is the product of `rows` with a sparse matrix that has a single 1 in each column. For rows of single numbers
-    NumPy has a loop of its own.
-    """
-    size, width = sums.shape
-    height = min(len(targets), max(1, block_length(sums.dtype) // width))
-    if width > 1:
-        columns, ones = np.arange(height + 1), np.ones(height, sums.dtype)
-    for start in range(0, len(targets), height or 1):
-        part = slice(start, start + height)
-        places = targets[part].astype(np.int64, copy=False)
-        block = np.ascontiguousarray(rows(part), sums.dtype).reshape(-1)
-        if width == 1:
-            np.add.at(sums.reshape(-1), places, block)
-        else:
-            count = len(places)
-            csc_matvecs(size, count, width, columns[: count + 1], places, ones[:count], block, sums.reshape(-1))
+    return dims, axis, flat_indices(indices, dims[axis])

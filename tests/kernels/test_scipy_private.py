@@ -10,7 +10,7 @@ import scipy
 
 ADVICE = (
     f"scipy {scipy.__version__} has changed scipy.sparse._sparsetools.csc_matvecs, a private function that"
-    " service/kernels/gather.py calls: adapt the call there, or keep scipy below this version in pyproject.toml"
+    " service/kernels/_scatter.py calls: adapt the call there, or keep scipy below this version in pyproject.toml"
 )
 
 

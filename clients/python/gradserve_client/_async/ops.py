@@ -13,6 +13,7 @@ from gradserve_client._wire.tensors import Array
 from gradserve_client.models import Receipt
 from gradserve_client.ops import (
     BroadcastGradientArgsOutputs,
+    FakeQuantOutputs,
     GRUGradOutputs,
     GRUTrainingOutputs,
     InPlaceAccumulatorV2Outputs,
@@ -625,6 +626,283 @@ class AsyncOps:
         if outputs is None and into is None:
             return GRUGradOutputs(**results)  # type: ignore[arg-type]
         return results
+
+    @overload
+    async def gather_elements_grad(
+        self, dY: Input, shape: Input, indices: Input, *, axis: int = 0, into: None = None
+    ) -> Array: ...
+
+    @overload
+    async def gather_elements_grad(
+        self, dY: Input, shape: Input, indices: Input, *, axis: int = 0, into: Into, **add: Unpack[Adding]
+    ) -> Receipt: ...
+
+    async def gather_elements_grad(
+        self, dY: Input, shape: Input, indices: Input, *, axis: int = 0, into: Into | None = None, **add: Unpack[Adding]
+    ) -> Array | Receipt:
+        """dX = zeros(shape); dX[i, .., indices[i, j, ..], ..] += dY[i, j, ..], the index along `axis`.
+
+        `dY` and `indices` have one shape, with as many dimensions as `shape` has elements. Each of its dimensions but
+        `axis` is at most that of `shape`.
+
+        dY: float32, float16, bfloat16, float64.
+        shape: int64, int32.
+        indices: int64, int32.
+        Gives dX: float32, float16, bfloat16, float64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "GatherElementsGrad",
+                {"dY": dY, "shape": shape, "indices": indices},
+                {"axis": axis},
+                gives=("dX",),
+                into=None if into is None else {"dX": into},
+                **add,
+            )
+        )
+        return results["dX"]
+
+    @overload
+    async def gather_nd_grad(
+        self, shape: Input, indices: Input, update: Input, *, batch_dims: int = 0, into: None = None
+    ) -> Array: ...
+
+    @overload
+    async def gather_nd_grad(
+        self, shape: Input, indices: Input, update: Input, *, batch_dims: int = 0, into: Into, **add: Unpack[Adding]
+    ) -> Receipt: ...
+
+    async def gather_nd_grad(
+        self,
+        shape: Input,
+        indices: Input,
+        update: Input,
+        *,
+        batch_dims: int = 0,
+        into: Into | None = None,
+        **add: Unpack[Adding],
+    ) -> Array | Receipt:
+        """output = zeros(shape); output[batch, indices[batch, i]] += update[batch, i], for all rows i of indices.
+
+        `indices` is [batch, .., k]: `batch` are the first `batch_dims` dimensions of `shape`, and a row has the indices
+        of the next k. `update` has a slice of the other dimensions for each row: [batch, .., slice]. Raises
+        `InvalidParameter`, `IndexOutOfRange`, `ShapeMismatch`, `InvalidTensor` and `TooManyDimensions`.
+
+        shape: int64, int32.
+        indices: int64, int32.
+        update: float32, float16, bfloat16, float64.
+        Gives output: float32, float16, bfloat16, float64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "GatherNDGrad",
+                {"shape": shape, "indices": indices, "update": update},
+                {"batch_dims": batch_dims},
+                gives=("output",),
+                into=None if into is None else {"output": into},
+                **add,
+            )
+        )
+        return results["output"]
+
+    @overload
+    async def slice_grad(
+        self,
+        dY: Input,
+        shape: Input,
+        starts: Input,
+        ends: Input,
+        axes: Input | None = None,
+        steps: Input | None = None,
+        *,
+        into: None = None,
+    ) -> Array: ...
+
+    @overload
+    async def slice_grad(
+        self,
+        dY: Input,
+        shape: Input,
+        starts: Input,
+        ends: Input,
+        axes: Input | None = None,
+        steps: Input | None = None,
+        *,
+        into: Into,
+        **add: Unpack[Adding],
+    ) -> Receipt: ...
+
+    async def slice_grad(
+        self,
+        dY: Input,
+        shape: Input,
+        starts: Input,
+        ends: Input,
+        axes: Input | None = None,
+        steps: Input | None = None,
+        *,
+        into: Into | None = None,
+        **add: Unpack[Adding],
+    ) -> Array | Receipt:
+        """dX = zeros(shape); dX[starts:ends:steps] = dY, along `axes`.
+
+        `starts`, `ends`, `axes` and `steps` have one dimension and one length. Without `axes` they are the first axes,
+        and without `steps` the steps are 1. Numbers out of range are cut to it, as in Slice. A step may be negative,
+        which ONNX Runtime refuses along the last axis.
+
+        dY: float32, float16, bfloat16, float64.
+        shape: int64, int32.
+        starts, ends, axes (optional), steps (optional): int64, int32, all alike.
+        Gives dX: float32, float16, bfloat16, float64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "SliceGrad",
+                {"dY": dY, "shape": shape, "starts": starts, "ends": ends, "axes": axes, "steps": steps},
+                {},
+                gives=("dX",),
+                into=None if into is None else {"dX": into},
+                **add,
+            )
+        )
+        return results["dX"]
+
+    @overload
+    async def shrunken_gather(self, data: Input, indices: Input, *, axis: int = 0, into: None = None) -> Array: ...
+
+    @overload
+    async def shrunken_gather(
+        self, data: Input, indices: Input, *, axis: int = 0, into: Into, **add: Unpack[Adding]
+    ) -> Receipt: ...
+
+    async def shrunken_gather(
+        self, data: Input, indices: Input, *, axis: int = 0, into: Into | None = None, **add: Unpack[Adding]
+    ) -> Array | Receipt:
+        """output = data[.., indices, ..] along `axis`, with at most as many indices as the axis has elements.
+
+        `indices` has one dimension. Padding is left out of a batch so.
+
+        data: float32, float16, bfloat16, float64, int32, int64, bool.
+        indices: int64, int32.
+        Gives output: float32, float16, bfloat16, float64, int32, int64, bool.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "ShrunkenGather",
+                {"data": data, "indices": indices},
+                {"axis": axis},
+                gives=("output",),
+                into=None if into is None else {"output": into},
+                **add,
+            )
+        )
+        return results["output"]
+
+    @overload
+    async def fake_quant(
+        self,
+        input: Input,
+        scale: Input,
+        zero_point: Input,
+        *,
+        quant_min: int = 0,
+        quant_max: int = 255,
+        outputs: None = None,
+    ) -> FakeQuantOutputs: ...
+
+    @overload
+    async def fake_quant(
+        self,
+        input: Input,
+        scale: Input,
+        zero_point: Input,
+        *,
+        quant_min: int = 0,
+        quant_max: int = 255,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    async def fake_quant(
+        self,
+        input: Input,
+        scale: Input,
+        zero_point: Input,
+        *,
+        quant_min: int = 0,
+        quant_max: int = 255,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    async def fake_quant(
+        self,
+        input: Input,
+        scale: Input,
+        zero_point: Input,
+        *,
+        quant_min: int = 0,
+        quant_max: int = 255,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> FakeQuantOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """output = (clip(q, quant_min, quant_max) - z) * scale, where q = round(input / scale) + z.
+
+        z is `zero_point` without its fraction, and half is rounded to even. `mask` is true where q is not clipped.
+        `scale` and `zero_point` have one element each, and the scale is above 0. Infinities are clipped. NaN gives NaN,
+        and a mask of false.
+
+        input, scale, zero_point: float32, float16, bfloat16, float64, all alike.
+        Gives output: float32, float16, bfloat16, float64. mask: bool.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "FakeQuant",
+                {"input": input, "scale": scale, "zero_point": zero_point},
+                {"quant_min": quant_min, "quant_max": quant_max},
+                gives=("output", "mask"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return FakeQuantOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    async def fake_quant_grad(self, dY: Input, gradient_mask: Input, *, into: None = None) -> Array: ...
+
+    @overload
+    async def fake_quant_grad(
+        self, dY: Input, gradient_mask: Input, *, into: Into, **add: Unpack[Adding]
+    ) -> Receipt: ...
+
+    async def fake_quant_grad(
+        self, dY: Input, gradient_mask: Input, *, into: Into | None = None, **add: Unpack[Adding]
+    ) -> Array | Receipt:
+        """dX = dY where gradient_mask is true, else 0.
+
+        `gradient_mask` has the shape of `dY`. Where it is false, dX is +0 also for infinities and NaN. Raises
+        `ShapeMismatch`.
+
+        dY: float32, float16, bfloat16, float64.
+        gradient_mask: bool.
+        Gives dX: float32, float16, bfloat16, float64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "FakeQuantGrad",
+                {"dY": dY, "gradient_mask": gradient_mask},
+                {},
+                gives=("dX",),
+                into=None if into is None else {"dX": into},
+                **add,
+            )
+        )
+        return results["dX"]
 
     @overload
     async def softmax_grad(self, dY: Input, Y: Input, *, axis: int = 1, into: None = None) -> Array: ...

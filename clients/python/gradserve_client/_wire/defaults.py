@@ -9,5 +9,10 @@ DEFAULTS = {
     "GatherGrad": {"shape": "int64", "indices": "int64"},
     "GRUTraining": {"SL": "int64"},
     "GRUGrad": {"SL": "int64"},
+    "GatherElementsGrad": {"shape": "int64", "indices": "int64"},
+    "GatherNDGrad": {"shape": "int64", "indices": "int64"},
+    "SliceGrad": {"shape": "int64", "starts": "int64", "ends": "int64", "axes": "int64", "steps": "int64"},
+    "ShrunkenGather": {"indices": "int64"},
+    "FakeQuantGrad": {"gradient_mask": "bool"},
 }
 """By operator and input."""
