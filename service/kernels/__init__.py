@@ -1,6 +1,17 @@
 """The operators' kernels: NumPy in, NumPy out, no knowledge of the web. Importing this package fills `OPERATORS`."""
 
-from service.kernels import accumulate, activations, broadcast, gather, gru, indexing, quantization, softmax
+from service.kernels import (
+    accumulate,
+    activations,
+    broadcast,
+    dropout,
+    gather,
+    gelu,
+    gru,
+    indexing,
+    quantization,
+    softmax,
+)
 from service.kernels._blocks import Workspace, workspace
 from service.kernels._op import MAX_MULTIPLY_ADDS, OPERATORS, Operator
 from service.kernels._types import Attribute, Tensor
@@ -15,7 +26,9 @@ __all__ = [
     "accumulate",
     "activations",
     "broadcast",
+    "dropout",
     "gather",
+    "gelu",
     "gru",
     "indexing",
     "quantization",

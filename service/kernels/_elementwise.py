@@ -14,38 +14,60 @@ from service.kernels._narrow import narrow, widen
 T = TypeVar("T", bound=Array)
 
 
-def elementwise(formula: Callable[..., None], inputs: Sequence[T], out: T | None, *, temporaries: int) -> T:
-    """Call `formula(*blocks, out, *temporaries)` on every block of `inputs`, which share shape and dtype.
+def elementwise(
+    formula: Callable[..., None], inputs: Sequence[Array], out: T | None, *, temporaries: int, row: Array | None = None
+) -> T:
+    """Call `formula(*blocks, out, *temporaries)` on every block of `inputs`, which share shape, and dtype if floating.
 
-    `formula` writes its result to `out`. On the way it may write to `out` and to the scratch arrays `temporaries`.
+    `formula` writes its result to `out`. On the way it may write to `out` and to the scratch arrays `temporaries`. All
+    blocks are flat. With a `row`, 1-D of the length of the last dimension, the formula gets a piece of it after the
+    blocks: its length divides theirs.
     """
     result, tensors = prepare(inputs, out)
     flats, target = [tensor.reshape(-1) for tensor in tensors], result.reshape(-1)
     dtype, length = compute_dtype(result.dtype), block_length(result.dtype, temporaries)
     is_narrow = dtype != result.dtype
-    if target.size <= length and not is_narrow:
+    if target.size <= length and not is_narrow and row is None:
         with np.errstate(all="ignore"):
             formula(*flats, target, *(scratch(slot, target.size, dtype) for slot in range(temporaries)))
         return result
 
+    if row is not None and np.may_share_memory(row, result):
+        row = row.copy()
+    columns = 1 if row is None else max(1, row.size)
+    height = columns * max(1, length // columns)  # elements of whole rows: a block's, unless one row is longer
+    pieces = -(-height // length)
+
     def compute(number: int) -> None:
-        part = slice(number * length, (number + 1) * length)
+        rows, piece = divmod(number, pieces)
+        start = rows * height + piece * length
+        part = slice(start, min(start + length, (rows + 1) * height))
         blocks, block_out = [flat[part] for flat in flats], target[part]
         spare = [scratch(slot, block_out.size, dtype) for slot in range(temporaries)]
+        bias = [] if row is None else [row[piece * length :][: block_out.size].astype(dtype, copy=False)]
         if is_narrow:
             wide_out = scratch(temporaries, block_out.size, dtype)
-            formula(*(widen(block, temporaries + 1 + k) for k, block in enumerate(blocks)), wide_out, *spare)
+            wide = [
+                widen(block, temporaries + 1 + k) if block.dtype == result.dtype else block
+                for k, block in enumerate(blocks)
+            ]
+            formula(*wide, *bias, wide_out, *spare)
             narrow(wide_out, block_out, (temporaries + 1, temporaries + 2))  # no longer the inputs'
         else:
-            formula(*blocks, block_out, *spare)
+            formula(*blocks, *bias, block_out, *spare)
 
-    share_out(compute, -(-target.size // length))
+    share_out(compute, -(-target.size // height) * pieces)
     return result
 
 
-def prepare(inputs: Sequence[T], out: T | None) -> tuple[T, list[Array]]:
+def bits(block: Array) -> Array:
+    """Return the bits of float32 or float64 numbers as unsigned integers, in the same memory."""
+    return block.view(np.uint32 if block.itemsize == 4 else np.uint64)
+
+
+def prepare(inputs: Sequence[Array], out: T | None) -> tuple[T, list[Array]]:
     """Return an array for a result like `inputs[0]`, and the inputs, row-major and outside the result's memory."""
-    result = new_output(out, inputs[0].shape, inputs[0].dtype)
+    result: T = new_output(out, inputs[0].shape, inputs[0].dtype)
     tensors: list[Array] = list(inputs)
     if out is not None:
         tensors = [array.copy() if np.may_share_memory(array, out) else array for array in tensors]

@@ -12,7 +12,7 @@ import numpy as np
 from service.dtypes import BOOL, Array
 from service.kernels._blocks import scratch
 from service.kernels._checks import same_shape
-from service.kernels._elementwise import elementwise
+from service.kernels._elementwise import bits, elementwise
 from service.kernels._op import op
 from service.kernels._types import T
 
@@ -25,10 +25,6 @@ def _positive(X: Array) -> Array:
     return np.greater(X, 0, out=scratch(0, X.size, BOOL))
 
 
-def _bits(block: Array) -> Array:
-    return block.view(np.uint32 if block.itemsize == 4 else np.uint64)
-
-
 @op("ReluGrad", outputs="dX", example=_SAMPLE)
 def relu_grad(dY: T, X: T, /, *, out: T | None = None) -> T:
     """dX = dY where X > 0, else 0.
@@ -39,7 +35,7 @@ def relu_grad(dY: T, X: T, /, *, out: T | None = None) -> T:
 
     def formula(dY: Array, X: Array, out: Array) -> None:
         # A masked copy branches at each element. Multiplying bits by 0 or 1 does not, and makes NaN and -0 into +0.
-        np.multiply(_bits(dY), _positive(X), out=_bits(out))
+        np.multiply(bits(dY), _positive(X), out=bits(out))
 
     return elementwise(formula, (dY, X), out, temporaries=0)
 
@@ -55,9 +51,9 @@ def leaky_relu_grad(dY: T, Y: T, /, *, alpha: float = 0.01, out: T | None = None
 
     def formula(dY: Array, Y: Array, out: Array, slope: Array) -> None:
         # The slope without a branch: where Y > 0, flip the bits that differ between alpha and 1.
-        alpha_bits, one_bits = (_bits(np.asarray(value, slope.dtype)) for value in (alpha, 1))
-        np.multiply(_positive(Y), alpha_bits ^ one_bits, out=_bits(slope))
-        np.bitwise_xor(_bits(slope), alpha_bits, out=_bits(slope))
+        alpha_bits, one_bits = (bits(np.asarray(value, slope.dtype)) for value in (alpha, 1))
+        np.multiply(_positive(Y), alpha_bits ^ one_bits, out=bits(slope))
+        np.bitwise_xor(bits(slope), alpha_bits, out=bits(slope))
         np.multiply(dY, slope, out=out)
 
     return elementwise(formula, (dY, Y), out, temporaries=1)

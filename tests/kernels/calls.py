@@ -69,6 +69,26 @@ def _zero(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
     return Call("ZeroGradient", [_pair("")(shape, dtype).inputs[0], np.array([True, False])], {})
 
 
+def _alone(operator: str) -> Callable[..., Call]:
+    def make(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
+        return Call(operator, _pair("")(shape, dtype).inputs[:1], {})
+
+    return make
+
+
+def _biased(operator: str) -> Callable[..., Call]:
+    def make(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
+        call = _pair(operator)(shape, dtype)
+        return replace(call, inputs=[*call.inputs, _pair("")(shape[-1:], dtype).inputs[0]])
+
+    return make
+
+
+def _dropout(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
+    dy, numbers = _pair("")(shape, dtype).inputs
+    return Call("DropoutGrad", [dy, numbers > 0, np.array(0.25, dtype)], {})
+
+
 def _gather(axis: int) -> Callable[..., Call]:
     def make(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
         """Each index about twice, some negative."""
@@ -87,6 +107,9 @@ ELEMENTWISE: dict[str, Callable[..., Call]] = {
     "SigmoidGrad": _pair("SigmoidGrad"),
     "TanhGrad": _pair("TanhGrad"),
     "QuickGeluGrad": _pair("QuickGeluGrad"),
+    "GeluGrad": _pair("GeluGrad"),
+    "FastGeluGrad": _pair("FastGeluGrad"),
+    "QuickGelu": _alone("QuickGelu"),
     "InPlaceAccumulator": _pair("InPlaceAccumulator"),
     "InPlaceAccumulator-false": _flagged("InPlaceAccumulator", False),
     "InPlaceAccumulatorV2": _pair("InPlaceAccumulatorV2"),
@@ -99,8 +122,14 @@ SOFTMAX: dict[str, Callable[..., Call]] = {
     for axis in (0, -1)
 }
 GATHER: dict[str, Callable[..., Call]] = {f"GatherGrad-axis={axis}": _gather(axis) for axis in (0, -1)}
+MIXED: dict[str, Callable[..., Call]] = {
+    "BiasGeluGrad_dX": _biased("BiasGeluGrad_dX"),
+    "BiasFastGeluGrad_dX": _biased("BiasFastGeluGrad_dX"),
+    "DropoutGrad": _dropout,
+}
+"""Element-wise, but with inputs of several shapes or dtypes."""
 
-CALLS = {**ELEMENTWISE, **SOFTMAX, **GATHER}
+CALLS = {**ELEMENTWISE, **SOFTMAX, **GATHER, **MIXED}
 """Name -> function that makes the call for an output of a given shape and dtype."""
 
 

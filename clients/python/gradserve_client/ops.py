@@ -404,6 +404,71 @@ class Ops:
         return results  # type: ignore[return-value]
 
     @overload
+    def dropout_grad(
+        self,
+        dy: Input,
+        mask: Input,
+        ratio: Input | None = None,
+        training_mode: Input | None = None,
+        *,
+        into: None = None,
+    ) -> Array: ...
+
+    @overload
+    def dropout_grad(
+        self,
+        dy: Input,
+        mask: Input,
+        ratio: Input | None = None,
+        training_mode: Input | None = None,
+        *,
+        into: Into,
+        **add: Unpack[Adding],
+    ) -> Receipt: ...
+
+    def dropout_grad(
+        self,
+        dy: Input,
+        mask: Input,
+        ratio: Input | None = None,
+        training_mode: Input | None = None,
+        *,
+        into: Into | None = None,
+        **add: Unpack[Adding],
+    ) -> Array | Receipt:
+        """dx = dy / (1 - ratio) where mask is true, else 0; dx = dy if ratio is 0 or training_mode is false.
+
+        `mask` has the shape of `dy`: Dropout's second output, true where it kept the element. Where it is false, dx is
+        +0 for any dy. `ratio` and `training_mode` have one element; without them, they are 0.5 and true. dx has the
+        shape and dtype of dy; float16 and bfloat16 are computed in float32 and rounded once.
+
+        dy: float32, float16, bfloat16, float64.
+        mask, training_mode (optional): bool.
+        ratio (optional): float32, float16, bfloat16, float64.
+        Gives dx: float32, float16, bfloat16, float64.
+
+        >>> server.ops.dropout_grad(
+        ...     dy=[[1.0, -2.0], [3.0, 4.0]],
+        ...     mask=[[True, False], [False, True]],
+        ...     ratio=0.5,
+        ...     training_mode=True,
+        ... )
+        array([[2., 0.],
+               [0., 8.]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "DropoutGrad",
+                {"dy": dy, "mask": mask, "ratio": ratio, "training_mode": training_mode},
+                {},
+                gives=("dx",),
+                into=None if into is None else {"dx": into},
+                **add,
+            )
+        )
+        return results["dx"]
+
+    @overload
     def gather_grad(self, shape: Input, indices: Input, grad: Input, *, axis: int = 0, into: None = None) -> Array: ...
 
     @overload
@@ -449,6 +514,156 @@ class Ops:
             )
         )
         return results["output"]
+
+    @overload
+    def gelu_grad(self, dY: Input, X: Input, *, into: None = None) -> Array: ...
+
+    @overload
+    def gelu_grad(self, dY: Input, X: Input, *, into: Into, **add: Unpack[Adding]) -> Receipt: ...
+
+    def gelu_grad(self, dY: Input, X: Input, *, into: Into | None = None, **add: Unpack[Adding]) -> Array | Receipt:
+        """dX = dY * (P(X) + X * p(X)), where P and p are the standard normal distribution and its density.
+
+        P(X) is (1 + erf(X / sqrt(2))) / 2. This is the gradient of GELU in its exact form.
+
+        dY, X: float32, float16, bfloat16, float64, all alike.
+        Gives dX: float32, float16, bfloat16, float64.
+
+        >>> server.ops.gelu_grad(dY=[[1.0, -2.0], [3.0, 0.5]], X=[[0.5, -1.0], [2.0, 0.0]])
+        array([[0.86749506, 0.166631  ],
+               [3.2556953 , 0.25      ]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "GeluGrad", {"dY": dY, "X": X}, {}, gives=("dX",), into=None if into is None else {"dX": into}, **add
+            )
+        )
+        return results["dX"]
+
+    @overload
+    def fast_gelu_grad(self, dY: Input, X: Input, *, into: None = None) -> Array: ...
+
+    @overload
+    def fast_gelu_grad(self, dY: Input, X: Input, *, into: Into, **add: Unpack[Adding]) -> Receipt: ...
+
+    def fast_gelu_grad(
+        self, dY: Input, X: Input, *, into: Into | None = None, **add: Unpack[Adding]
+    ) -> Array | Receipt:
+        """dX = dY * f'(X), where f(X) = X * (1 + tanh(sqrt(2 / pi) * (X + 0.044715 * X^3))) / 2.
+
+        This is the gradient of GELU in its tanh form.
+
+        dY, X: float32, float16, bfloat16, float64, all alike.
+        Gives dX: float32, float16, bfloat16, float64.
+
+        >>> server.ops.fast_gelu_grad(dY=[[1.0, -2.0], [3.0, 0.5]], X=[[0.5, -1.0], [2.0, 0.0]])
+        array([[0.8673699 , 0.16592817],
+               [3.258298  , 0.25      ]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "FastGeluGrad",
+                {"dY": dY, "X": X},
+                {},
+                gives=("dX",),
+                into=None if into is None else {"dX": into},
+                **add,
+            )
+        )
+        return results["dX"]
+
+    @overload
+    def bias_gelu_grad_dx(self, dY: Input, X: Input, B: Input, *, into: None = None) -> Array: ...
+
+    @overload
+    def bias_gelu_grad_dx(self, dY: Input, X: Input, B: Input, *, into: Into, **add: Unpack[Adding]) -> Receipt: ...
+
+    def bias_gelu_grad_dx(
+        self, dY: Input, X: Input, B: Input, *, into: Into | None = None, **add: Unpack[Adding]
+    ) -> Array | Receipt:
+        """dX = dY * (P(Z) + Z * p(Z)), where Z = X + B, with P and p as in GeluGrad.
+
+        B [C] is added along the last dimension of X, C. The gradient of B is the sum of dX over all other dimensions.
+
+        dY, X, B: float32, float16, bfloat16, float64, all alike.
+        Gives dX: float32, float16, bfloat16, float64.
+
+        >>> server.ops.bias_gelu_grad_dx(dY=[[1.0, -2.0], [3.0, 0.5]], X=[[0.5, -1.0], [2.0, 0.0]], B=[0.5, 1.0])
+        array([[ 1.0833155 , -1.        ],
+               [ 3.1128335 ,  0.54165775]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "BiasGeluGrad_dX",
+                {"dY": dY, "X": X, "B": B},
+                {},
+                gives=("dX",),
+                into=None if into is None else {"dX": into},
+                **add,
+            )
+        )
+        return results["dX"]
+
+    @overload
+    def bias_fast_gelu_grad_dx(self, dY: Input, X: Input, B: Input, *, into: None = None) -> Array: ...
+
+    @overload
+    def bias_fast_gelu_grad_dx(
+        self, dY: Input, X: Input, B: Input, *, into: Into, **add: Unpack[Adding]
+    ) -> Receipt: ...
+
+    def bias_fast_gelu_grad_dx(
+        self, dY: Input, X: Input, B: Input, *, into: Into | None = None, **add: Unpack[Adding]
+    ) -> Array | Receipt:
+        """dX = dY * f'(X + B), where f is GELU in its tanh form, as in FastGeluGrad.
+
+        B [C] is added along the last dimension of X, C. The gradient of B is the sum of dX over all other dimensions.
+
+        dY, X, B: float32, float16, bfloat16, float64, all alike.
+        Gives dX: float32, float16, bfloat16, float64.
+
+        >>> server.ops.bias_fast_gelu_grad_dx(dY=[[1.0, -2.0], [3.0, 0.5]], X=[[0.5, -1.0], [2.0, 0.0]], B=[0.5, 1.0])
+        array([[ 1.0829641 , -1.        ],
+               [ 3.113855  ,  0.54148203]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "BiasFastGeluGrad_dX",
+                {"dY": dY, "X": X, "B": B},
+                {},
+                gives=("dX",),
+                into=None if into is None else {"dX": into},
+                **add,
+            )
+        )
+        return results["dX"]
+
+    @overload
+    def quick_gelu(self, X: Input, *, alpha: float = 1.702, into: None = None) -> Array: ...
+
+    @overload
+    def quick_gelu(self, X: Input, *, alpha: float = 1.702, into: Into, **add: Unpack[Adding]) -> Receipt: ...
+
+    def quick_gelu(
+        self, X: Input, *, alpha: float = 1.702, into: Into | None = None, **add: Unpack[Adding]
+    ) -> Array | Receipt:
+        """Y = X * sigmoid(alpha * X).
+
+        alpha = 1 is SiLU. The kernel's sigmoid is exact far out, where that of ONNX Runtime is 0 or 1 from about 17 on.
+
+        X: float32, float16, bfloat16, float64.
+        Gives Y: float32, float16, bfloat16, float64.
+
+        >>> server.ops.quick_gelu(X=[[0.5, -1.0], [2.0, 0.0]])
+        array([[ 0.35038844, -0.15420423],
+               [ 1.9356586 ,  0.        ]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "QuickGelu", {"X": X}, {"alpha": alpha}, gives=("Y",), into=None if into is None else {"Y": into}, **add
+            )
+        )
+        return results["Y"]
 
     @overload
     def gru_training(

@@ -336,6 +336,62 @@ class AsyncOps:
         return results  # type: ignore[return-value]
 
     @overload
+    async def dropout_grad(
+        self,
+        dy: Input,
+        mask: Input,
+        ratio: Input | None = None,
+        training_mode: Input | None = None,
+        *,
+        into: None = None,
+    ) -> Array: ...
+
+    @overload
+    async def dropout_grad(
+        self,
+        dy: Input,
+        mask: Input,
+        ratio: Input | None = None,
+        training_mode: Input | None = None,
+        *,
+        into: Into,
+        **add: Unpack[Adding],
+    ) -> Receipt: ...
+
+    async def dropout_grad(
+        self,
+        dy: Input,
+        mask: Input,
+        ratio: Input | None = None,
+        training_mode: Input | None = None,
+        *,
+        into: Into | None = None,
+        **add: Unpack[Adding],
+    ) -> Array | Receipt:
+        """dx = dy / (1 - ratio) where mask is true, else 0; dx = dy if ratio is 0 or training_mode is false.
+
+        `mask` has the shape of `dy`: Dropout's second output, true where it kept the element. Where it is false, dx is
+        +0 for any dy. `ratio` and `training_mode` have one element; without them, they are 0.5 and true. dx has the
+        shape and dtype of dy; float16 and bfloat16 are computed in float32 and rounded once.
+
+        dy: float32, float16, bfloat16, float64.
+        mask, training_mode (optional): bool.
+        ratio (optional): float32, float16, bfloat16, float64.
+        Gives dx: float32, float16, bfloat16, float64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "DropoutGrad",
+                {"dy": dy, "mask": mask, "ratio": ratio, "training_mode": training_mode},
+                {},
+                gives=("dx",),
+                into=None if into is None else {"dx": into},
+                **add,
+            )
+        )
+        return results["dx"]
+
+    @overload
     async def gather_grad(
         self, shape: Input, indices: Input, grad: Input, *, axis: int = 0, into: None = None
     ) -> Array: ...
@@ -378,6 +434,140 @@ class AsyncOps:
             )
         )
         return results["output"]
+
+    @overload
+    async def gelu_grad(self, dY: Input, X: Input, *, into: None = None) -> Array: ...
+
+    @overload
+    async def gelu_grad(self, dY: Input, X: Input, *, into: Into, **add: Unpack[Adding]) -> Receipt: ...
+
+    async def gelu_grad(
+        self, dY: Input, X: Input, *, into: Into | None = None, **add: Unpack[Adding]
+    ) -> Array | Receipt:
+        """dX = dY * (P(X) + X * p(X)), where P and p are the standard normal distribution and its density.
+
+        P(X) is (1 + erf(X / sqrt(2))) / 2. This is the gradient of GELU in its exact form.
+
+        dY, X: float32, float16, bfloat16, float64, all alike.
+        Gives dX: float32, float16, bfloat16, float64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "GeluGrad", {"dY": dY, "X": X}, {}, gives=("dX",), into=None if into is None else {"dX": into}, **add
+            )
+        )
+        return results["dX"]
+
+    @overload
+    async def fast_gelu_grad(self, dY: Input, X: Input, *, into: None = None) -> Array: ...
+
+    @overload
+    async def fast_gelu_grad(self, dY: Input, X: Input, *, into: Into, **add: Unpack[Adding]) -> Receipt: ...
+
+    async def fast_gelu_grad(
+        self, dY: Input, X: Input, *, into: Into | None = None, **add: Unpack[Adding]
+    ) -> Array | Receipt:
+        """dX = dY * f'(X), where f(X) = X * (1 + tanh(sqrt(2 / pi) * (X + 0.044715 * X^3))) / 2.
+
+        This is the gradient of GELU in its tanh form.
+
+        dY, X: float32, float16, bfloat16, float64, all alike.
+        Gives dX: float32, float16, bfloat16, float64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "FastGeluGrad",
+                {"dY": dY, "X": X},
+                {},
+                gives=("dX",),
+                into=None if into is None else {"dX": into},
+                **add,
+            )
+        )
+        return results["dX"]
+
+    @overload
+    async def bias_gelu_grad_dx(self, dY: Input, X: Input, B: Input, *, into: None = None) -> Array: ...
+
+    @overload
+    async def bias_gelu_grad_dx(
+        self, dY: Input, X: Input, B: Input, *, into: Into, **add: Unpack[Adding]
+    ) -> Receipt: ...
+
+    async def bias_gelu_grad_dx(
+        self, dY: Input, X: Input, B: Input, *, into: Into | None = None, **add: Unpack[Adding]
+    ) -> Array | Receipt:
+        """dX = dY * (P(Z) + Z * p(Z)), where Z = X + B, with P and p as in GeluGrad.
+
+        B [C] is added along the last dimension of X, C. The gradient of B is the sum of dX over all other dimensions.
+
+        dY, X, B: float32, float16, bfloat16, float64, all alike.
+        Gives dX: float32, float16, bfloat16, float64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "BiasGeluGrad_dX",
+                {"dY": dY, "X": X, "B": B},
+                {},
+                gives=("dX",),
+                into=None if into is None else {"dX": into},
+                **add,
+            )
+        )
+        return results["dX"]
+
+    @overload
+    async def bias_fast_gelu_grad_dx(self, dY: Input, X: Input, B: Input, *, into: None = None) -> Array: ...
+
+    @overload
+    async def bias_fast_gelu_grad_dx(
+        self, dY: Input, X: Input, B: Input, *, into: Into, **add: Unpack[Adding]
+    ) -> Receipt: ...
+
+    async def bias_fast_gelu_grad_dx(
+        self, dY: Input, X: Input, B: Input, *, into: Into | None = None, **add: Unpack[Adding]
+    ) -> Array | Receipt:
+        """dX = dY * f'(X + B), where f is GELU in its tanh form, as in FastGeluGrad.
+
+        B [C] is added along the last dimension of X, C. The gradient of B is the sum of dX over all other dimensions.
+
+        dY, X, B: float32, float16, bfloat16, float64, all alike.
+        Gives dX: float32, float16, bfloat16, float64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "BiasFastGeluGrad_dX",
+                {"dY": dY, "X": X, "B": B},
+                {},
+                gives=("dX",),
+                into=None if into is None else {"dX": into},
+                **add,
+            )
+        )
+        return results["dX"]
+
+    @overload
+    async def quick_gelu(self, X: Input, *, alpha: float = 1.702, into: None = None) -> Array: ...
+
+    @overload
+    async def quick_gelu(self, X: Input, *, alpha: float = 1.702, into: Into, **add: Unpack[Adding]) -> Receipt: ...
+
+    async def quick_gelu(
+        self, X: Input, *, alpha: float = 1.702, into: Into | None = None, **add: Unpack[Adding]
+    ) -> Array | Receipt:
+        """Y = X * sigmoid(alpha * X).
+
+        alpha = 1 is SiLU. The kernel's sigmoid is exact far out, where that of ONNX Runtime is 0 or 1 from about 17 on.
+
+        X: float32, float16, bfloat16, float64.
+        Gives Y: float32, float16, bfloat16, float64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "QuickGelu", {"X": X}, {"alpha": alpha}, gives=("Y",), into=None if into is None else {"Y": into}, **add
+            )
+        )
+        return results["Y"]
 
     @overload
     async def gru_training(

@@ -6,6 +6,7 @@ DEFAULTS = {
     "InPlaceAccumulatorV2": {"overwrite": "bool"},
     "ZeroGradient": {"reset_signal": "bool"},
     "BroadcastGradientArgs": {"A_shape": "int64", "B_shape": "int64"},
+    "DropoutGrad": {"mask": "bool", "training_mode": "bool"},
     "GatherGrad": {"shape": "int64", "indices": "int64"},
     "GRUTraining": {"SL": "int64"},
     "GRUGrad": {"SL": "int64"},
