@@ -15,7 +15,9 @@ class Tasks:
     The order of tasks that do not follow each other depends on the threads, so results must not depend on that order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, here: bool = False) -> None:
+        """With `here`, this thread runs each task as soon as it is added: the order must be one that fits."""
+        self._here = here
         self._functions: dict[int, Callable[[], None]] = {}
         self._ranks: list[int] = []
         self._blockers: list[int] = []
@@ -24,6 +26,10 @@ class Tasks:
 
     def add(self, function: Callable[[], None], after: Sequence[int] = (), *, rank: int = 0) -> int:
         """Add a task that calls `function` and follows the tasks numbered `after`. Return its number."""
+        if self._here:
+            check_wanted()
+            function()
+            return 0
         number = len(self._blockers)
         self._functions[number] = function
         self._ranks.append(rank)
@@ -38,6 +44,8 @@ class Tasks:
 
         Once a task has raised an error, no other task starts.
         """
+        if self._here:
+            return
         ready = [(self._ranks[number], number) for number, blockers in enumerate(self._blockers) if not blockers]
         heapq.heapify(ready)
         remaining = len(self._blockers)

@@ -6,36 +6,21 @@ activations. float16 and bfloat16 are computed in float32 and rounded once; NaN 
 
 Source of the semantics: GRUTraining and GRUGrad of ONNX Runtime 1.19.2. These refuse reverse, bidirectional, sequence
 lengths and empty dimensions, for which the source is ONNX's GRU. For a sequence of length 0, HFinal is H0 and dH0 is
-grad_Ht, as the recurrence says, while ONNX Runtime's inference gives 0.
-
-How it is fast:
-- Everything that does not depend on the previous step is one product over all steps: X with W in the forward pass, and
-  dX, dW, dR and the bias gradients in the backward pass. The loop over time has one product with R per step.
-- Sequences do not depend on each other, so each block of sequences runs through time on its own, in any idle thread.
-- A single block runs through time in one thread, and other threads join in for the products. Many short NumPy calls in
-  two threads would spend more time on waiting for the interpreter's lock than on work. One thread does all small work.
-- Sequences of different lengths are sorted. No product has rows for the steps beyond a sequence's end.
-- Inside the engine BLAS runs with one thread, so its threads never compete with the pool's.
+grad_Ht, as the recurrence says, while ONNX Runtime's inference gives 0. `_recurrent_pass.py` says how it is fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
-from service.dtypes import Array, compute_dtype
-from service.kernels._gru_backward import Backward
-from service.kernels._gru_forward import Forward
-from service.kernels._gru_plan import (
-    Direction,
-    check_shape,
-    make_outputs,
-    make_plan,
-    multiply_adds,
-    round_output,
-    widen_input,
-    widen_tensor,
-)
+import numpy as np
+
+from service.dtypes import Array
+from service.kernels._blocks import scratch
 from service.kernels._op import op
+from service.kernels._recurrent_pass import Backward, Forward, run_pass
+from service.kernels._recurrent_plan import Direction, make_plan, multiply_adds
 from service.kernels._types import Rank2, Rank3, Rank4, T, TSize
 
 _INPUTS = {
@@ -48,13 +33,121 @@ _INPUTS = {
 }
 _GATES = {"HAll": [[[[0.5]]], [[[0.0]]]], "ZRH": [[[[0.75, 0.5, 0.5]]], [[[0.5, 0.5, -0.5]]]]}
 _GRADIENTS = {"grad_HAll": [[[[1.0]]], [[[0.5]]]], "grad_Ht": [[[1.0]]]}
+_STATES, _SLOPES = "HAll HFinal ZRH", "dX dW dR dB dH0"
+
+
+class _Forward(Forward):
+    starts = {"HFinal": "H0"}
+    histories = ("HAll", "ZRH")
+
+    def __init__(self, *given: Any, linear_before_reset: int) -> None:
+        super().__init__(*given)
+        self.linear_before_reset = linear_before_reset
+        joined = slice((2 if linear_before_reset else 3) * self.plan.H)
+        self.input_bias[:, joined] += self.recurrent_bias[:, joined]
+
+    def _through_time(self, d: int, steps: Iterable[tuple[Any, ...]]) -> None:
+        H, R, candidate_bias = self.plan.H, self.inputs["R"][d], self.recurrent_bias[d, 2 * self.plan.H :]
+        to_gates, to_candidate = R[: 2 * H].T, R[2 * H :].T
+        for state, pre, h in steps:
+            zr = np.matmul(h, to_gates)
+            zr += pre[:, : 2 * H]
+            np.negative(zr, out=zr)
+            np.exp(zr, out=zr)
+            zr += 1
+            np.divide(1, zr, out=zr)
+            z, reset = zr[:, :H], zr[:, H:]
+            if self.linear_before_reset:
+                candidate = np.matmul(h, to_candidate)
+                candidate += candidate_bias
+                candidate *= reset
+            else:
+                candidate = np.matmul(reset * h, to_candidate)
+            candidate += pre[:, 2 * H :]
+            np.tanh(candidate, out=candidate)
+            pre[:, : 2 * H] = zr
+            pre[:, 2 * H :] = candidate
+            np.multiply(z, h, out=state)
+            state += (1 - z) * candidate
+            h[...] = state
+
+
+class _Backward(Backward):
+    """`gates` holds z, r and h, as W sees them.
+
+    With linear_before_reset, R sees another h: r times the h of W. It stands before z, so that the gates of R (h, z, r)
+    are contiguous, and so are those of W (z, r, h).
+    """
+
+    starts = {"dH0": "grad_Ht"}
+    gradient = "grad_HAll"
+
+    def __init__(self, *given: Any, linear_before_reset: int) -> None:
+        super().__init__(*given, kinds=4 if linear_before_reset else 3)
+        self.linear_before_reset = linear_before_reset
+        self.of_r = [(0, 2, self.of_w, self.previous), (2, 3, 0, self.previous)]
+        R, H = self.inputs["R"], self.plan.H
+        self.recurrent_weights = np.concatenate([R[:, 2 * H :], R[:, : 2 * H]], axis=1) if linear_before_reset else R
+        if not linear_before_reset:
+            self.of_r[1] = (2, 3, 2, self._empty_rows())  # r times the state
+
+    def _factors(self, d: int, steps: slice, block: slice) -> list[Array | None]:
+        """Return the gates, those of R in a row, z, and r where `_through_time` needs it."""
+        H, inputs, rows = self.plan.H, self.inputs, self.rows
+        zrh = rows.gather_history(inputs["ZRH"], d, steps, block)
+        z, r, h = (zrh[..., k * H : (k + 1) * H] for k in range(3))
+        update, reset, candidate, rest, part = scratch(0, 5 * z.size, z.dtype).reshape(5, *z.shape)
+        gates, previous = (rows.view_rows(array[d], steps, block) for array in (self.gates, self.previous))
+        to_z, to_r, to_h = (gates[..., self.of_w + k, :] for k in range(3))
+        rows.gather_previous(inputs["HAll"], inputs["H0"], d, steps, block, previous, back=self.plan.reverse[d])
+        update[...], reset[...], candidate[...] = z, r, h
+        np.subtract(1, update, out=rest)
+        np.subtract(previous, candidate, out=part)
+        part *= update
+        np.multiply(part, rest, out=to_z)
+        candidate *= candidate
+        np.subtract(1, candidate, out=part)
+        part *= rest
+        to_h[...] = part
+        if self.linear_before_reset:
+            part *= reset
+            gates[..., 0, :] = part
+            np.matmul(previous.reshape(-1, H), inputs["R"][d, 2 * H :].T, out=rest.reshape(-1, H))
+            if inputs["B"] is not None:
+                rest += inputs["B"][d, 5 * H :]
+            part *= rest
+        else:
+            np.multiply(reset, previous, out=part)
+            rows.view_rows(self.of_r[1][3][d], steps, block)[...] = part
+        np.subtract(1, reset, out=rest)
+        np.multiply(part, rest, out=to_r)
+        row = gates.reshape(*gates.shape[:-2], -1)[..., : 3 * H if self.linear_before_reset else 2 * H]
+        return [gates, row, update, None if self.linear_before_reset else reset]
+
+    def _through_time(self, d: int, steps: Iterable[tuple[Any, ...]]) -> None:
+        H, R = self.plan.H, self.recurrent_weights[d]
+        for gradient, gate, row, z, r, state, state_of_gates, product in steps:
+            if gradient is not None:
+                state += gradient
+            if self.linear_before_reset:
+                gate *= state_of_gates
+                np.matmul(row, R, out=product)
+            else:
+                gate[:, ::2] *= state_of_gates
+                to_reset = np.matmul(gate[:, 2], R[2 * H :])
+                gate[:, 1] *= to_reset
+                np.matmul(row, R[: 2 * H], out=product)
+                to_reset *= r
+                product += to_reset
+            state *= z
+            state += product
 
 
 def _multiply_adds(X: Array, W: Array, R: Array, B: Array | None, SL: Array | None, *_: object, **__: object) -> int:
     return multiply_adds(X, W, R, SL)
 
 
-@op("GRUTraining", outputs="HAll HFinal ZRH", example=_INPUTS, multiply_adds=_multiply_adds)
+@op("GRUTraining", outputs=_STATES, example=_INPUTS, multiply_adds=_multiply_adds)
 def gru_training(
     X: Rank3[T],
     W: Rank3[T],
@@ -84,20 +177,14 @@ def gru_training(
     `activations` must be the default, and `clip` is refused. Raises `ShapeMismatch`, `InvalidTensor`,
     `InvalidParameter`, and `TensorTooLarge` for work of more than about a minute.
     """
-    plan = make_plan(X, R, SL, hidden_size, direction, linear_before_reset, activations, clip)
-    S, N, H, D = plan.S, plan.N, plan.H, plan.D
-    check_shape("W", W, D, 3 * H, plan.I)
-    check_shape("B", B, D, 6 * H)
-    check_shape("H0", H0, D, N, H)
-    dtype = compute_dtype(X.dtype)
-    outputs = make_outputs(X.dtype, (S, D, N, H), (D, N, H), (S, D, N, 3 * H))
-    inputs = {name: widen_input(tensor, dtype) for name, tensor in {"W": W, "R": R, "B": B, "H0": H0}.items()}
-    memory = {name: wide for name, (_, wide) in zip(("HAll", "HFinal", "ZRH"), outputs, strict=True)}
-    Forward(plan, widen_tensor(X, dtype), inputs, memory).run()
-    return tuple(round_output(*pair) for pair in outputs)  # type: ignore[return-value]
+    plan = make_plan(
+        X, R, SL, hidden_size, direction, activations, clip, gates=3, linear_before_reset=(linear_before_reset, (0, 1))
+    )
+    given = {"X": X, "W": W, "R": R, "B": B, "H0": H0}
+    return run_pass(_Forward, plan, given, _STATES, _STATES.split(), linear_before_reset=linear_before_reset)
 
 
-@op("GRUGrad", outputs="dX dW dR dB dH0", example={**_INPUTS, **_GATES, **_GRADIENTS}, multiply_adds=_multiply_adds)
+@op("GRUGrad", outputs=_SLOPES, example={**_INPUTS, **_GATES, **_GRADIENTS}, multiply_adds=_multiply_adds)
 def gru_grad(
     X: Rank3[T],
     W: Rank3[T],
@@ -116,7 +203,7 @@ def gru_grad(
     linear_before_reset: int = 0,
     activations: list[str] | None = None,
     clip: float | None = None,
-    wanted: Collection[str] = ("dX", "dW", "dR", "dB", "dH0"),
+    wanted: Collection[str] = _SLOPES.split(),
 ) -> tuple[Rank3[T], Rank3[T], Rank3[T], Rank2[T], Rank3[T]]:
     """The gradients of GRUTraining's inputs, from those of HAll and of HFinal, grad_HAll and grad_Ht.
 
@@ -127,27 +214,9 @@ def gru_grad(
     dX is zero and the incoming gradients are ignored. Only the requested outputs are computed. The attributes are
     those of GRUTraining. Raises `ShapeMismatch`, `InvalidTensor`, `InvalidParameter` and `TensorTooLarge`.
     """
-    plan = make_plan(X, R, SL, hidden_size, direction, linear_before_reset, activations, clip)
-    S, N, H, D = plan.S, plan.N, plan.H, plan.D
-    shapes = {
-        "W": (W, (D, 3 * H, plan.I)),
-        "R": (R, (D, 3 * H, H)),
-        "B": (B, (D, 6 * H)),
-        "H0": (H0, (D, N, H)),
-        "HAll": (HAll, (S, D, N, H)),
-        "ZRH": (ZRH, (S, D, N, 3 * H)),
-        "grad_HAll": (grad_HAll, (S, D, N, H)),
-        "grad_Ht": (grad_Ht, (D, N, H)),
-    }
-    for name, (tensor, shape) in shapes.items():
-        check_shape(name, tensor, *shape)
-    dtype = compute_dtype(X.dtype)
-    inputs = {name: widen_input(tensor, dtype) for name, (tensor, _) in shapes.items()}
-    x = widen_tensor(X, dtype)
-    gradients = {"dX": X.shape, "dW": W.shape, "dR": R.shape, "dB": (D, 6 * H), "dH0": (D, N, H)}
-    computed = [name for name in gradients if name in wanted or name == "dH0"]
-    outputs = dict(zip(computed, make_outputs(X.dtype, *(gradients[name] for name in computed)), strict=True))
-    Backward(plan, x, inputs, {name: memory for name, (_, memory) in outputs.items()}).run()
-    return tuple(  # type: ignore[return-value]
-        round_output(*outputs[name]) if name in wanted else None for name in gradients
+    plan = make_plan(
+        X, R, SL, hidden_size, direction, activations, clip, gates=3, linear_before_reset=(linear_before_reset, (0, 1))
     )
+    given = {"X": X, "W": W, "R": R, "B": B, "H0": H0, "HAll": HAll, "ZRH": ZRH}
+    given |= {"grad_HAll": grad_HAll, "grad_Ht": grad_Ht}
+    return run_pass(_Backward, plan, given, _SLOPES, wanted, linear_before_reset=linear_before_reset)

@@ -20,8 +20,8 @@ import pytest
 import safetensors.numpy
 
 from service.buffers.lmdb.store import LmdbStore
-from service.kernels._gru_forward import Forward
-from service.kernels._gru_plan import CHUNK_ROWS
+from service.kernels._recurrent_pass import Forward
+from service.kernels._recurrent_plan import CHUNK_ROWS
 from tests.api.calls import saved
 from tests.faults.servers import Server
 from tests.serving import assert_problem, in_flight, serving, wait_until

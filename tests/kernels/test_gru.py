@@ -20,9 +20,8 @@ from service.kernels import (
     OPERATORS,
     Workspace,
     _blocks,
-    _gru_backward,
-    _gru_forward,
-    _gru_plan,
+    _recurrent_pass,
+    _recurrent_plan,
     workspace,
 )
 from service.kernels.gru import gru_grad, gru_training
@@ -66,12 +65,12 @@ CUTS += [(shared, *option) for shared in ("shared", "cut") for option in pairwis
 def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The work is cut as if it were too little for several threads, as here it is, or not, or as if it were much."""
     if request.param != "alone":
-        monkeypatch.setattr(_gru_plan, "MIN_SHARED_MULTIPLY_ADDS", 0)
+        monkeypatch.setattr(_recurrent_plan, "MIN_SHARED_MULTIPLY_ADDS", 0)
     if request.param == "cut":  # a sequence in each block, 2 steps in a chunk, 1 in a piece, and a task for each gate
         for name, value in (("CHUNK_ROWS", 1), ("MIN_CHUNK_STEPS", 2), ("BLOCK_SEQUENCES", 1)):
-            monkeypatch.setattr(_gru_plan, name, value)
+            monkeypatch.setattr(_recurrent_plan, name, value)
         for name in ("PIECE_ELEMENTS", "WIDE_HIDDEN_UNITS"):
-            monkeypatch.setattr(_gru_backward, name, 1)
+            monkeypatch.setattr(_recurrent_pass, name, 1)
 
 
 def case(
@@ -312,7 +311,7 @@ def test_what_overflows_does_not_warn(dtype: str) -> None:
 def test_many_products_are_added_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     given = case("bidirectional", S=5)
     whole, *_ = gradients(given, direction="bidirectional")
-    monkeypatch.setattr(_gru_backward, "MAX_PRODUCT_ELEMENTS", 1)
+    monkeypatch.setattr(_recurrent_pass, "MAX_PRODUCT_ELEMENTS", 1)
     parts, *_ = gradients(given, direction="bidirectional")
     for name in OUTPUTS:
         np.testing.assert_allclose(parts[name], whole[name], rtol=1e-12, atol=1e-14)
@@ -362,13 +361,13 @@ def test_what_is_not_asked_for_is_not_computed(wanted: tuple[str, ...], monkeypa
         asked.append(shape)
         return np.empty(shape, dtype)
 
-    products = _gru_backward.Backward._products
+    products = _recurrent_pass.Backward._products
 
-    def counted(self: _gru_backward.Backward, d: int, steps: slice) -> Any:
+    def counted(self: _recurrent_pass.Backward, d: int, steps: slice) -> Any:
         computed.update(self.outputs)
         return products(self, d, steps)
 
-    monkeypatch.setattr(_gru_backward.Backward, "_products", counted)
+    monkeypatch.setattr(_recurrent_pass.Backward, "_products", counted)
     with workspace(Workspace(allocate=allocate)):
         made = back(*given.values(), HAll, ZRH, HAll, wanted=wanted)
     assert computed == {*wanted, "dH0"}
@@ -487,11 +486,11 @@ def test_work_of_minutes_is_refused_however_few_bytes_ask_for_it(
 def test_steps_that_are_not_computed_are_no_work() -> None:
     for S, N, SL in ((1 << 40, 0, None), (1 << 40, 1, np.array([3])), (0, 1 << 40, None)):
         X = np.broadcast_to(np.float32(0), (S, N, 2))
-        assert _gru_plan.multiply_adds(X, np.zeros((1, 12, 2)), np.zeros((1, 12, 4)), SL) < 1 << 21
+        assert _recurrent_plan.multiply_adds(X, np.zeros((1, 12, 2)), np.zeros((1, 12, 4)), SL) < 1 << 21
 
 
 @pytest.mark.parametrize("H", [4, 64])
-@pytest.mark.parametrize("kernel", [_gru_forward.Forward, _gru_backward.Backward])
+@pytest.mark.parametrize("kernel", [_recurrent_pass.Forward, _recurrent_pass.Backward])
 def test_it_ends_between_chunks_once_nobody_waits(kernel: Any, H: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without helpers and with them, for H = 64 is much work. Each chunk has 16 steps."""
     given = case(S=1024, N=40, H=H, dtype=np.float32)
@@ -507,11 +506,11 @@ def test_it_ends_between_chunks_once_nobody_waits(kernel: Any, H: int, monkeypat
             raise ConnectionError("nobody waits")
 
     monkeypatch.setattr(kernel, "_walk", counted)
-    plan = _gru_plan.make_plan(given["X"], given["R"], None, None, "forward", 0, None, None)
+    plan = _recurrent_plan.make_plan(given["X"], given["R"], None, None, "forward", None, None, gates=3)
     assert plan.single_threaded == (H == 4)
     call = (
         partial(back, *given.values(), HAll, ZRH)
-        if kernel is _gru_backward.Backward
+        if kernel is _recurrent_pass.Backward
         else partial(train, *given.values())
     )
     with ThreadPoolExecutor(2) as pool, workspace(Workspace(pool, 2, claim=claim)), pytest.raises(ConnectionError):

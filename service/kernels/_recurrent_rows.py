@@ -1,4 +1,4 @@
-"""The rows of a batch, one for each step of each sequence: where GRUTraining and GRUGrad keep them in memory.
+"""The rows of a batch, one for each step of each sequence: where recurrent operators keep them in memory.
 
 The caller's arrays are [S, N, I] (`X`), [D, N, H] (the states) or [S, D, N, K] (a history: one vector for each step,
 direction and sequence). The passes through time work on arrays by rows, whose first dimensions are `EvenRows.shape`.

@@ -1,4 +1,4 @@
-"""The sizes and attributes of GRUTraining and GRUGrad, checked, and how both cut their work into blocks and chunks."""
+"""The sizes and attributes of recurrent operators, checked, and how these cut their work into blocks and chunks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from service.dtypes import Array, DType, compute_dtype
+from service.dtypes import Array
 from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
-from service.kernels._blocks import claim, new_output, spare_memory
-from service.kernels._gru_rows import EvenRows, RaggedRows
+from service.kernels._recurrent_rows import EvenRows, RaggedRows
 
 BLOCK_SEQUENCES = 32
 """Sequences in a block, as a rule: enough rows for an efficient product with R."""
@@ -44,12 +43,13 @@ class Plan:
     I: int  # noqa: E741 - ONNX's name
     H: int
     D: int
+    gates: int
+    """The gates of a hidden unit and its candidate: the blocks of H rows in W and R."""
     reverse: tuple[bool, ...]
     lengths: Array | None
     """None if all sequences have the same length."""
     steps: int
     """The length of the longest sequence: later steps are not computed."""
-    linear_before_reset: bool
 
     @cached_property
     def rows(self) -> EvenRows:
@@ -62,12 +62,23 @@ class Plan:
     def multiply_adds(self) -> int:
         """The multiplications and additions of the products."""
         rows = self.N * self.steps if self.lengths is None else int(self.lengths.sum())
-        return self.D * rows * 3 * self.H * (2 * self.I + self.H)
+        return self.D * rows * self.gates * self.H * (2 * self.I + self.H)
 
     @property
     def single_threaded(self) -> bool:
         """Whether the work is too little for a second thread."""
         return self.multiply_adds < MIN_SHARED_MULTIPLY_ADDS
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each floating tensor, by its name in any of the operators."""
+        S, N, I, H, D, G = self.S, self.N, self.I, self.H, self.D, self.gates  # noqa: E741
+        X, W, R, B, P = (S, N, I), (D, G * H, I), (D, G * H, H), (D, 2 * G * H), (D, 3 * H)
+        shapes = {"X": X, "dX": X, "W": W, "dW": W, "R": R, "dR": R, "B": B, "dB": B, "P": P, "dP": P}
+        shapes |= dict.fromkeys(("H0", "HFinal", "grad_Ht", "dH0", "Ht0", "Ct0", "CFinal"), (D, N, H))
+        shapes |= dict.fromkeys(("dHFinal", "dCFinal", "dC0"), (D, N, H))
+        shapes |= dict.fromkeys(("HAll", "CAll", "grad_HAll", "dHAll"), (S, D, N, H))
+        return shapes | dict.fromkeys(("ZRH", "iofc"), (S, D, N, G * H))
 
     def blocks(self) -> list[slice]:
         """Cut the sequences, in the order of `rows`, into blocks. Each block and direction runs through time alone."""
@@ -109,33 +120,37 @@ def make_plan(
     SL: Array | None,
     hidden_size: int | None,
     direction: str,
-    linear_before_reset: int,
     activations: Sequence[str] | None,
     clip: float | None,
+    *,
+    gates: int,
+    **choices: tuple[int, tuple[int, ...]],
 ) -> Plan:
     """Check the attributes, and the shapes of X, R and SL, from which the sizes follow.
 
-    Raises `ShapeMismatch`, `InvalidTensor` for lengths out of range, `InvalidParameter` and `TensorTooLarge`.
+    `choices` has other attributes, each with its value and the values that it may have.
+    Raises `ShapeMismatch`, `InvalidTensor` for lengths out of range, and `InvalidParameter`.
     """
-    reverse = _check_attributes(direction, linear_before_reset, activations, clip)
-    S, N, I, H = _check_sizes(X, R, len(reverse), hidden_size)  # noqa: E741
+    reverse = _check_attributes(direction, gates, activations, clip)
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise _invalid(name, value, " or ".join(map(str, allowed)))
+    S, N, I, H = _check_sizes(X, R, len(reverse), gates, hidden_size)  # noqa: E741
     steps, lengths = S, None
     if SL is not None:
         _check_lengths(SL, S, N)
         steps = int(SL.max(initial=0))
         lengths = None if (SL == steps).all() else SL
-    return Plan(S, N, I, H, len(reverse), reverse, lengths, steps, linear_before_reset == 1)
+    return Plan(S, N, I, H, len(reverse), gates, reverse, lengths, steps)
 
 
 def _check_attributes(
-    direction: str, linear_before_reset: int, activations: Sequence[str] | None, clip: float | None
+    direction: str, gates: int, activations: Sequence[str] | None, clip: float | None
 ) -> tuple[bool, ...]:
     """Return for each direction whether it runs in reverse."""
     if direction not in _REVERSE:
         raise _invalid("direction", direction, f"one of {', '.join(_REVERSE)}")
-    if linear_before_reset not in (0, 1):
-        raise _invalid("linear_before_reset", linear_before_reset, "0 or 1")
-    supported = ["sigmoid", "tanh"] * len(_REVERSE[direction])
+    supported = ["sigmoid", *["tanh"] * (gates - 2)] * len(_REVERSE[direction])
     if activations is not None and [name.lower() for name in activations] != supported:
         raise _invalid("activations", list(activations), f"{supported}, in any letter case; no others are supported")
     if clip is not None:
@@ -143,7 +158,7 @@ def _check_attributes(
     return _REVERSE[direction]
 
 
-def _check_sizes(X: Array, R: Array, D: int, hidden_size: int | None) -> tuple[int, int, int, int]:
+def _check_sizes(X: Array, R: Array, D: int, gates: int, hidden_size: int | None) -> tuple[int, int, int, int]:
     """Return S, N, I and H."""
     for name, tensor in (("X", X), ("R", R)):
         if tensor.ndim != 3:
@@ -152,9 +167,9 @@ def _check_sizes(X: Array, R: Array, D: int, hidden_size: int | None) -> tuple[i
     H = R.shape[2]
     if H == 0:
         raise ShapeMismatch(f"R has shape {list(R.shape)}, but there must be a hidden unit", tensor="R")
-    if R.shape != (D, 3 * H, H):
+    if R.shape != (D, gates * H, H):
         units = H if hidden_size is None or hidden_size < 1 else hidden_size
-        check_shape("R", R, D, 3 * units, units)
+        check_shape("R", R, D, gates * units, units)
     if hidden_size is not None and hidden_size != H:
         raise _invalid("hidden_size", hidden_size, f"{H}, the last dimension of R, or left out")
     return S, N, I, H
@@ -176,30 +191,3 @@ def check_shape(name: str, tensor: Array | None, *shape: int) -> None:
     """Raise `ShapeMismatch` if there is a tensor, and it has another shape."""
     if tensor is not None and tensor.shape != shape:
         raise ShapeMismatch(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}", tensor=name)
-
-
-def make_outputs(dtype: DType, *shapes: tuple[int, ...]) -> list[tuple[Array, Array]]:
-    """Make for each shape an output of `dtype`, and the memory to compute it in: the output itself, or wider memory."""
-    outputs: list[Array] = [new_output(None, shape, dtype) for shape in shapes]
-    wide = compute_dtype(dtype)
-    return [(output, output if wide == dtype else spare_memory(output.shape, wide)) for output in outputs]
-
-
-def round_output(output: Array, computed: Array) -> Array:
-    """Return `output` with the numbers of `computed`, rounded to its dtype."""
-    if computed is not output:
-        with np.errstate(all="ignore"):
-            output[...] = computed
-    return output
-
-
-def widen_input(tensor: Array | None, dtype: DType) -> Array | None:
-    """Return the tensor, if there is one, row-major and as `dtype`."""
-    return None if tensor is None else widen_tensor(tensor, dtype)
-
-
-def widen_tensor(tensor: Array, dtype: DType) -> Array:
-    """Return the tensor row-major and as `dtype`."""
-    if tensor.dtype != dtype:
-        claim(tensor.size * dtype.itemsize)
-    return np.ascontiguousarray(tensor, dtype)
