@@ -18,8 +18,10 @@ from service.buffers.changes import Add, Create, Delete, Zero
 from service.buffers.names import BufferName
 from service.buffers.packed import FORMAT, unpack_record
 from service.buffers.perform import Request, Wide
-from service.buffers.postgres import batch, compactor, connections, failures, janitor, watcher
+from service.buffers.postgres import batch, compactor, connections, failures, janitor, outage, watcher
 from service.buffers.postgres import store as store_module
+from service.buffers.postgres.connections import Database
+from service.buffers.postgres.exchange import Connection
 from service.buffers.record import Record
 from service.errors import StoreFailed, TooManyTensors, UnknownBuffer
 from tests.buffers.calls import add, create, do, key, ones, spec, value
@@ -392,6 +394,41 @@ def test_clients_read_nothing_of_the_database_and_the_log_has_it(
         assert f"port {server.port} failed" in said[0]
         with pytest.raises(StoreFailed, match=f"port {server.port} failed"):
             schema.open()
+        schema.close()
+
+
+def test_reads_of_a_database_that_is_away_fail_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each takes a thread from all others, for as long as a lost connection takes to be noticed."""
+    monkeypatch.setattr(outage, "AWAY_SECONDS", 0.0)
+    usual, hangs, goes_on, tries = Database.connect, threading.Event(), threading.Event(), list[str]()
+
+    def connect(self: Database) -> Connection:
+        if hangs.is_set() and threading.current_thread().name.startswith("reader"):
+            tries.append(threading.current_thread().name)
+            assert goes_on.wait(PATIENCE)
+        return usual(self)
+
+    monkeypatch.setattr(Database, "connect", connect)
+    with cluster() as server, ThreadPoolExecutor(8, thread_name_prefix="reader") as readers:
+        schema = Schema(server.url)
+        store = schema.open()
+        create(store, "w")
+        server.stop()
+        with pytest.raises(StoreFailed):
+            store.record("w")
+        hangs.set()
+        first = readers.submit(store.record, "w")
+        until(lambda: bool(tries), "no read tries")
+        uses: list[Callable[[], object]] = [lambda: store.record("w"), lambda: store.read(["w"]), store.records]
+        for failed in [readers.submit(use) for use in uses * 2]:
+            with pytest.raises(StoreFailed, match="the log of the server says why"):
+                failed.result(PATIENCE)
+        assert (len(tries), first.done()) == (1, False)
+        server.start()
+        goes_on.set()
+        assert first.result(PATIENCE).count == 0
+        for found in [readers.submit(use) for use in uses * 2]:
+            found.result(PATIENCE)
         schema.close()
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import psycopg
 
-from service.buffers.postgres.exchange import Connection, Execution, OwnError, ResultRows, SilentError, Statement
-from service.buffers.postgres.failures import RETRY_SECONDS, NoStandbyError, UnsureError
+from service.buffers.postgres.exchange import Connection, Execution, ResultRows, SilentError, Statement
+from service.buffers.postgres.failures import RETRY_SECONDS, BusyError, NoStandbyError, UnsureError
 from service.buffers.postgres.statements import (
     BACKEND,
     BEGIN,
@@ -68,7 +68,7 @@ class _Pool:
     def lend(self, seconds: float = RETRY_SECONDS) -> Iterator[Connection]:
         """Yield a connection, which is idle again after a transaction. Wait for one for at most these seconds."""
         if not self._free.acquire(timeout=seconds):
-            raise OwnError("all connections of this server to the database are busy")
+            raise BusyError("all connections of this server to the database are busy")
         try:
             connection = self._take()
             connection.patience = seconds

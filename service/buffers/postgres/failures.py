@@ -48,6 +48,10 @@ _PASSING = (
 """Errors after which the same request may succeed, unless they are final."""
 
 
+class BusyError(OwnError):
+    """All connections of this server are in use."""
+
+
 class NoStandbyError(OwnError):
     """The database has no synchronous standby."""
 
@@ -99,6 +103,11 @@ def as_client_error(error: Exception) -> Exception:
         return full
     _log(full.detail)
     return type(full)(_FOR_CLIENTS[type(full)])
+
+
+def away() -> StoreFailed:
+    """Return the error that a client gets while the database is known to be away."""
+    return StoreFailed(_FOR_CLIENTS[StoreFailed])
 
 
 LOGGED_SECONDS = 10.0

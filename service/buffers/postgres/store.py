@@ -29,6 +29,7 @@ from service.buffers.postgres.exchange import Connection, Execution, ResultRows
 from service.buffers.postgres.failures import as_operator_error, retried
 from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.janitor import Janitor
+from service.buffers.postgres.outage import Outage
 from service.buffers.postgres.pushes import INCOMPLETE
 from service.buffers.postgres.statements import COUNT, MEASURES, NOW, OUTCOME, RECORDS, REPLICAS, VERSION
 from service.buffers.postgres.transaction import Stored
@@ -55,7 +56,7 @@ from service.errors import BufferCorrupt
 R = TypeVar("R")
 
 READ_SECONDS = 10.0
-"""How long a read waits for a database that fails over."""
+"""How long a read waits for a database that answers slowly."""
 
 PUSHES_AT_ONCE = 4
 """Pushes that are fetched at once: each may name thousands of buffers."""
@@ -109,6 +110,7 @@ class PostgresStore(Store):
             self._database.close()
             raise
         self._ids = _Ids(lambda: retried(lambda: tables.take_ids(self._database)))
+        self._outage = Outage(READ_SECONDS)
         self._fence = Fence(self._database, READ_SECONDS)
         turns = Turns()
         self._compactor = Compactor(self._database, self._ids, allocate, turns)
@@ -234,7 +236,7 @@ class PostgresStore(Store):
             self._fence.wait(server)
             return found
 
-        return retried(attempt, seconds=READ_SECONDS)
+        return self._outage.read(attempt)
 
     def _ask(self, execution: Execution, *, fenced: bool = False) -> ResultRows:
         def attempt() -> ResultRows:
@@ -244,7 +246,7 @@ class PostgresStore(Store):
                 self._fence.wait(server)
             return rows
 
-        return retried(attempt, seconds=READ_SECONDS)
+        return self._outage.read(attempt)
 
 
 def _alive(names: Sequence[str], rows: ResultRows) -> dict[str, Stored]:
