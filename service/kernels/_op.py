@@ -151,7 +151,7 @@ class Operator:
             if name not in results and name not in self.output_names:
                 problem = f"{self.name} has no output {shown(name)} here; its outputs are {shown(', '.join(results))}"
                 raise UnknownTensor(problem, tensor=name)
-        return {name: result for name, result in results.items() if {name, name.partition(".")[0]} & {*wanted}}
+        return {one: results[one] for name in wanted for one in results if name in (one, one.partition(".")[0])}
 
     @cached_property
     def _renamed(self) -> Mapping[str, str]:

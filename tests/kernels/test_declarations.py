@@ -64,7 +64,7 @@ def test_groups_are_mappings_for_the_kernel_and_flat_for_others(engine: Engine) 
     assert results["updated.b.c"] == 1.0
     assert operator.outputs_for(tensors) == ["done", "updated.b.c", "updated.a", "parts"]
     chosen = engine.run(operator, tensors, {"rate": 0.5}, ["parts.1", "updated"])
-    assert list(chosen) == ["updated.b.c", "updated.a", "parts.1"]
+    assert list(chosen) == ["parts.1", "updated.b.c", "updated.a"]
     with pytest.raises(UnknownTensor, match="no output 'parts.2' here"):
         engine.run(operator, tensors, {"rate": 0.5}, ["parts.2"])
 
