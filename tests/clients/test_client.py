@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from gradserve_client import (
     TooLarge,
 )
 
-from service.dtypes import DTYPES
 from service.kernels import OPERATORS, Operator
 from tests.clients.both import connected
 
@@ -36,14 +35,50 @@ SEVERAL = [op for op in OPERATORS.values() if len(op.outputs) > 1]
 
 
 def example(op: Operator) -> dict[str, Any]:
-    """Return the arrays of the operator's example."""
-    given = {}
-    for one in op.inputs:
-        if one.name in op.example:
-            value = op.example[one.name]
-            fields = value if isinstance(value, dict) else {"data": value}
-            given[one.name] = np.array(fields["data"], DTYPES[fields.get("dtype", one.kind.default)])
+    """Return the arrays of the operator's example; those of a group are a dict."""
+    return nested(op.example_tensors)
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tensors and groups of tensors."""
+    given: dict[str, Any] = {}
+    for name, one in flat.items():
+        group, dot, member = name.partition(".")
+        if dot:
+            given.setdefault(group, {})[member] = one
+        else:
+            given[name] = one
     return given
+
+
+def as_lists(op: Operator, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays as lists, and a group as a list of them."""
+
+    def converted(array: Any, default: str) -> Any:
+        return array.tolist() if array.dtype == default else array
+
+    defaults = {one.name: one.kind.default for one in op.inputs}
+    return {
+        name: [converted(each, defaults[name]) for each in one.values()]
+        if isinstance(one, dict)
+        else converted(one, defaults[name])
+        for name, one in arrays.items()
+    }
+
+
+def assert_same_outputs(op: Operator, found: Any, expected: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Check the result of a method: a group is a dict, or, if its inputs are none, a list."""
+    results, outputs = [found] if len(op.outputs) == 1 else found, nested(expected)
+    for output, result in zip(op.outputs, results, strict=True):
+        wanted = outputs[output.name]
+        if not output.group:
+            assert_same(result, wanted)
+            continue
+        is_dict = output.like is not None and isinstance(given[output.like], dict)
+        assert isinstance(result, dict if is_dict else list)
+        assert not is_dict or list(result) == list(wanted)
+        for one, array in zip(result.values() if isinstance(result, dict) else result, wanted.values(), strict=True):
+            assert_same(one, array)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -58,27 +93,34 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=OPERATORS)
 def test_every_operator_by_its_method_and_by_its_name(server: Any, op: Operator) -> None:
-    arrays = example(op)
-    expected = op(arrays, {})
+    arrays, attributes = example(op), op.example_attributes
+    expected = op(op.example_tensors, attributes)
     method = getattr(server.ops, op.kernel.__name__)
-    for given in (arrays, {name: one.tolist() for name, one in arrays.items()}):
-        found = method(**given)
-        for name, one in zip(op.output_names, [found] if len(op.outputs) == 1 else found, strict=True):
-            assert_same(one, expected[name])
-        named = server.run(op.name, given, {one.name: one.default for one in op.attributes})
+    defaults = {one.name: one.default for one in op.attributes if not one.required}
+    for given in (arrays, as_lists(op, arrays)):
+        assert_same_outputs(op, method(**given, **attributes), expected, given)
+    for given in (arrays, op.example_tensors):
+        named = server.run(op.name, given, {**defaults, **attributes})
         assert named.keys() == expected.keys()
         for name, one in named.items():
             assert_same(one, expected[name])
+    named = server.run(op.name, as_lists(op, arrays), attributes)
+    assert nested(named).keys() == nested(expected).keys()
+    for name, one in named.items():
+        assert op.has_groups or one.tobytes() == expected[name].tobytes()
 
 
 @pytest.mark.parametrize("op", SEVERAL, ids=[op.name for op in SEVERAL])
 def test_only_the_requested_outputs_come(server: Any, op: Operator) -> None:
     wanted = op.output_names[-1:]
-    found = getattr(server.ops, op.kernel.__name__)(**example(op), outputs=wanted)
+    attributes, expected = op.example_attributes, op(op.example_tensors, op.example_attributes)
+    found = getattr(server.ops, op.kernel.__name__)(**example(op), **attributes, outputs=wanted)
     assert found.keys() == set(wanted)
-    assert_same(found[wanted[0]], op(example(op), {})[wanted[0]])
-    assert server.run(op.name, example(op), outputs=wanted).keys() == set(wanted)
-    assert server.run(op.name, example(op), outputs=wanted[0]).keys() == set(wanted)  # a string is one name
+    flat = {name: one for name, one in expected.items() if name.partition(".")[0] in wanted}
+    if not op.outputs[-1].group:
+        assert_same(found[wanted[0]], expected[wanted[0]])
+    assert server.run(op.name, example(op), attributes, outputs=wanted).keys() == flat.keys()
+    assert server.run(op.name, example(op), attributes, outputs=wanted[0]).keys() == flat.keys()  # one name
 
 
 def test_attributes_reach_the_kernel(server: Any) -> None:

@@ -226,6 +226,8 @@ class TensorInfo:
     default_dtype: str
     """The dtype of nested lists and numbers."""
     optional: bool
+    group: bool = False
+    """Whether it is any number of such tensors, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +241,8 @@ class OperatorInfo:
     outputs: tuple[TensorInfo, ...]
     attributes: Mapping[str, Any]
     """The attributes' defaults, by name."""
+    required: tuple[str, ...] = ()
+    """The names of the attributes without a default."""
 
 
 @dataclass(frozen=True, kw_only=True)

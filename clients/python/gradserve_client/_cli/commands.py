@@ -209,15 +209,18 @@ def _show(operator: OperatorInfo) -> None:
         out.print(re.sub(r"(?<!\n)\n(?!\n)", " ", operator.description))
     sides = {"input": operator.inputs, "output": operator.outputs}
     rows = [
-        [side if tensor is tensors[0] else "", tensor.name + "?" * tensor.optional, ", ".join(tensor.dtypes)]
+        [
+            side if tensor is tensors[0] else "",
+            tensor.name + ".*" * tensor.group + "?" * tensor.optional,
+            ", ".join(tensor.dtypes),
+        ]
         for side, tensors in sides.items()
         for tensor in tensors
     ]
     names = list(operator.attributes)
-    rows += [
-        ["attribute" if name is names[0] else "", name, "" if value is None else f"default {value}"]
-        for name, value in operator.attributes.items()
-    ]
+    notes = {name: "" if value is None else f"default {value}" for name, value in operator.attributes.items()}
+    notes |= dict.fromkeys(operator.required, "required")
+    rows += [["attribute" if name is names[0] else "", name, note] for name, note in notes.items()]
     out.print()
     out.print(table(["", "name", "dtypes"], rows, wraps="dtypes", header=False))
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias, TypedDict
 
 from gradserve_client._http.outcomes import Answer
 from gradserve_client._http.policy import Call
 from gradserve_client._wire.answers import JSON, as_receipt
 from gradserve_client._wire.arguments import as_contributor, as_float, as_key, as_name, as_query
-from gradserve_client._wire.defaults import DEFAULTS
+from gradserve_client._wire.defaults import DEFAULTS, GROUPS
 from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, as_array, decode, encode
 from gradserve_client.errors import InvalidInput, NotFound
 from gradserve_client.models import BufferName, OperatorInfo, Receipt, TensorInfo
 
 Into: TypeAlias = "str | BufferName"
 Input: TypeAlias = TensorLike | BufferName
+Inputs: TypeAlias = Mapping[str, Input] | Sequence[Input]
+"""A group of tensors, by name or in order."""
 
 
 class Adding(TypedDict, total=False):
@@ -84,6 +87,7 @@ def _operator(fields: Mapping[str, Any]) -> OperatorInfo:
                 dtypes=tuple(tensor["dtypes"]),
                 default_dtype=tensor["default_dtype"],
                 optional=tensor["optional"],
+                group=tensor.get("group", False),
             )
             for tensor in fields[side]
         )
@@ -95,27 +99,31 @@ def _operator(fields: Mapping[str, Any]) -> OperatorInfo:
         inputs=tensors("inputs"),
         outputs=tensors("outputs"),
         attributes={attribute["name"]: attribute["default"] for attribute in fields["attributes"]},
+        required=tuple(one["name"] for one in fields["attributes"] if one.get("required")),
     )
 
 
 def run(
     op: str,
-    tensors: Mapping[str, Input | None],
+    tensors: Mapping[str, Input | Inputs | None],
     attributes: Mapping[str, Any],
     *,
     gives: Sequence[str] = (),
     outputs: Sequence[str] | None = None,
-    into: Mapping[str, Into] | None = None,
+    into: Mapping[str, Into | Mapping[str, Into]] | None = None,
     weight: float | None = None,
     epoch: int | None = None,
     contributor: str | None = None,
     idempotency_key: str | None = None,
 ) -> Call[dict[str, Array | Receipt]]:
-    """Run the operator. `gives` names all its outputs, if they are known."""
+    """Run the operator. `gives` names all its outputs, if they are known.
+
+    The tensor `b` of the group `weights` has the name `weights.b` in the results, and may have it in the arguments.
+    """
     _check(op, attributes)
-    inputs = {name: value for name, value in tensors.items() if value is not None}
+    inputs = _flat(tensors, GROUPS.get(op, ()))
     sources = {name: value.name for name, value in inputs.items() if isinstance(value, BufferName)}
-    targets = {name: as_name(buffer) for name, buffer in (into or {}).items()}
+    targets = {name: as_name(buffer) for name, buffer in _flat(into or {}, {*(into or {})}).items()}
     return Call(
         "POST",
         f"/v1/ops/{op}",
@@ -151,9 +159,51 @@ def _check(op: str, attributes: Mapping[str, Any]) -> None:
         )
 
 
+def grouped(
+    call: Call[dict[str, Array | Receipt]], groups: Mapping[str, Inputs | None], gives: Sequence[str]
+) -> Call[dict[str, Any]]:
+    """Let the call return the outputs in `groups` as groups: each as a dict if its input is one, else as a list.
+
+    `gives` names all outputs, or is empty if only some come.
+    """
+
+    def read(answer: Answer) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        for name, result in call.read(answer).items():
+            group, _, member = name.partition(".")
+            if group in groups:
+                results.setdefault(group, {})[member] = result
+            else:
+                results[name] = result
+        for name in groups.keys() & results.keys():
+            if not isinstance(groups[name], Mapping):
+                results[name] = [results[name][number] for number in sorted(results[name], key=int)]
+        _check_names(results, gives)
+        return results
+
+    return replace(call, read=read)
+
+
+def _flat(values: Mapping[str, Any], groups: Collection[str]) -> dict[str, Any]:
+    """Return the values that are not None, and those in the groups, by names like `weights.b`."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name in groups and isinstance(value, Mapping):
+            flat.update({f"{name}.{member}": one for member, one in value.items()})
+        elif name in groups and isinstance(value, list | tuple):
+            flat.update({f"{name}.{number}": one for number, one in enumerate(value)})
+        else:
+            flat[name] = value
+    return flat
+
+
 def _arrays(op: str, tensors: Mapping[str, Any]) -> dict[str, Array]:
     dtypes = DEFAULTS.get(op, {})
-    return {name: as_array(value, name, dtypes.get(name, "float32")) for name, value in tensors.items()}
+    return {
+        name: as_array(value, name, dtypes.get(name.partition(".")[0], "float32")) for name, value in tensors.items()
+    }
 
 
 def _outputs(names: Sequence[str]) -> Callable[[Answer], dict[str, Array | Receipt]]:
@@ -166,8 +216,12 @@ def _outputs(names: Sequence[str]) -> Callable[[Answer], dict[str, Array | Recei
             **values,
             **{name: as_receipt(receipt, answer) for name, receipt in receipts.items()},
         }
-        if names and results.keys() != set(names):
-            raise LookupError(f"the outputs are {', '.join(results) or 'none'}, but must be {', '.join(names)}")
+        _check_names(results, names)
         return results
 
     return read
+
+
+def _check_names(results: Mapping[str, Any], names: Sequence[str]) -> None:
+    if names and results.keys() != set(names):
+        raise LookupError(f"the outputs are {', '.join(results) or 'none'}, but must be {', '.join(names)}")
