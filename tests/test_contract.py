@@ -289,7 +289,9 @@ def test_each_operator_runs_its_declared_kernel(operator: Operator) -> None:
         members = {name.removeprefix(f"{one.name}."): array for name, array in tensors.items()}
         return {name: members[name] for name in members if name not in tensors} if one.group else tensors[one.name]
 
-    direct = operator.kernel(*map(given, operator.inputs), **operator.example_attributes)
+    parameters = {one.name: one.parameter for one in operator.attributes}
+    attributes = {parameters[name]: value for name, value in operator.example_attributes.items()}
+    direct = operator.kernel(*map(given, operator.inputs), **attributes)
     flat = {}
     for output, result in zip(operator.outputs, direct if isinstance(direct, tuple) else (direct,), strict=True):
         members = (

@@ -177,7 +177,7 @@ def _def(op: Operator, groups: str, more: list[str], result: str) -> str:
         f"{tensor.name}: {kind}{' | None = None' * may}"
         for tensor, kind, may in zip(op.inputs, types, optional, strict=True)
     ]
-    attributes = [f"{item.name}: {_annotation(item)}{_default(item)}" for item in op.attributes]
+    attributes = [f"{item.parameter}: {_annotation(item)}{_default(item)}" for item in op.attributes]
     named = [*attributes, *more]
     star = [] if not named or named[0].startswith("**") else ["*"]
     return f"def {op.kernel.__name__}({', '.join(['self', *inputs, *star, *named])}) -> {result}"
@@ -202,7 +202,7 @@ def _annotation(attribute: Attribute) -> str:
 def _results(op: Operator, outputs: str) -> str:
     """Return the line that runs the operator. `outputs` is the variable with the outputs to return, or ()."""
     inputs = ", ".join(f'"{tensor.name}": {tensor.name}' for tensor in op.inputs)
-    attributes = ", ".join(f'"{item.name}": {item.name}' for item in op.attributes)
+    attributes = ", ".join(f'"{item.name}": {item.parameter}' for item in op.attributes)
     names = "".join(f'"{name}", ' for name in op.output_names)
     gives = f"({names})"
     parts = [f'"{op.name}"', f"{{{inputs}}}", f"{{{attributes}}}"]
@@ -268,7 +268,8 @@ def _example(op: Operator) -> str:
         members = {name.partition(".")[2]: one for name, one in results.items() if name.startswith(f"{first.name}.")}
         result = members if first.like else list(members.values())
     given = {name: _argument(value, op.inputs_by_name[name]) for name, value in op.example.items()}
-    given |= {name: repr(value) for name, value in op.example_attributes.items()}
+    parameters = {one.name: one.parameter for one in op.attributes}
+    given |= {parameters[name]: repr(value) for name, value in op.example_attributes.items()}
     arguments = [f"{name}={text}" for name, text in given.items()]
     ending = f").{first.name}" if len(op.outputs) > 1 else ")"
     line = f"server.ops.{op.kernel.__name__}({', '.join(arguments)}{ending}"

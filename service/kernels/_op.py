@@ -151,7 +151,11 @@ class Operator:
             if name not in results and name not in self.output_names:
                 problem = f"{self.name} has no output {shown(name)} here; its outputs are {shown(', '.join(results))}"
                 raise UnknownTensor(problem, tensor=name)
-        return {one: results[one] for name in wanted for one in results if name in (one, one.partition(".")[0])}
+        chosen: dict[str, Array] = {}
+        for name in wanted:
+            members = [name] if name in results else [one for one in results if one.startswith(f"{name}.")]
+            chosen.update({one: results[one] for one in members})
+        return chosen
 
     @cached_property
     def _renamed(self) -> Mapping[str, str]:

@@ -51,6 +51,12 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def in_python(op: Operator) -> dict[str, Any]:
+    """Return the attributes of the operator's example by the names of the method's arguments."""
+    names = {one.name: one.parameter for one in op.attributes}
+    return {names[name]: value for name, value in op.example_attributes.items()}
+
+
 def as_lists(op: Operator, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arrays as lists, and a group as a list of them."""
 
@@ -95,10 +101,10 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_every_operator_by_its_method_and_by_its_name(server: Any, op: Operator) -> None:
     arrays, attributes = example(op), op.example_attributes
     expected = op(op.example_tensors, attributes)
-    method = getattr(server.ops, op.kernel.__name__)
+    method, named_in_python = getattr(server.ops, op.kernel.__name__), in_python(op)
     defaults = {one.name: one.default for one in op.attributes if not one.required}
     for given in (arrays, as_lists(op, arrays)):
-        assert_same_outputs(op, method(**given, **attributes), expected, given)
+        assert_same_outputs(op, method(**given, **named_in_python), expected, given)
     for given in (arrays, op.example_tensors):
         named = server.run(op.name, given, {**defaults, **attributes})
         assert named.keys() == expected.keys()
@@ -114,7 +120,7 @@ def test_every_operator_by_its_method_and_by_its_name(server: Any, op: Operator)
 def test_only_the_requested_outputs_come(server: Any, op: Operator) -> None:
     wanted = op.output_names[-1:]
     attributes, expected = op.example_attributes, op(op.example_tensors, op.example_attributes)
-    found = getattr(server.ops, op.kernel.__name__)(**example(op), **attributes, outputs=wanted)
+    found = getattr(server.ops, op.kernel.__name__)(**example(op), **in_python(op), outputs=wanted)
     assert found.keys() == set(wanted)
     flat = {name: one for name, one in expected.items() if name.partition(".")[0] in wanted}
     if not op.outputs[-1].group:

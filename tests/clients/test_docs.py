@@ -141,11 +141,11 @@ def test_every_operator_has_a_method_with_its_inputs_and_attributes() -> None:
         assert public(kind).keys() == names
         for op in OPERATORS.values():
             given = inspect.signature(getattr(kind, op.kernel.__name__)).parameters
-            wanted = ["self", *(one.name for one in op.inputs), *(one.name for one in op.attributes)]
+            wanted = ["self", *(one.name for one in op.inputs), *(one.parameter for one in op.attributes)]
             assert list(given)[: len(wanted)] == wanted
             for one in op.attributes:
-                assert given[one.name].default == (inspect.Parameter.empty if one.required else one.default)
-                assert given[one.name].kind is inspect.Parameter.KEYWORD_ONLY
+                assert given[one.parameter].default == (inspect.Parameter.empty if one.required else one.default)
+                assert given[one.parameter].kind is inspect.Parameter.KEYWORD_ONLY
             text = inspect.getdoc(getattr(kind, op.kernel.__name__)) or ""
             assert op.formula.rstrip(".") in text.replace("\n", " ")
 
