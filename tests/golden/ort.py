@@ -34,8 +34,8 @@ OPSETS = {"NegativeLogLikelihoodLossInternal": 12}
 """The opset of ai.onnx, where it must not be 15."""
 SHAPED = {"AveragePoolGrad", "MaxPoolGrad"}
 """The operators whose input `shape` is not ONNX Runtime's: it takes the shape of the output from the graph."""
-UNTYPED = {"ReduceAllL2"}
-"""The operators whose output has the dtype of the first input, which ONNX Runtime does not see by itself."""
+UNTYPED = {"InvertibleLayerNormalizationGrad", "ReduceAllL2"}
+"""The operators whose outputs have the dtype of the first input, which ONNX Runtime does not see by itself."""
 VARIADIC = {"ConcatTraining", "ReduceAllL2", "SplitTraining"}
 """The operators whose groups are any number of inputs or outputs. The groups of the others are sequences of tensors."""
 INPUTS: dict[str, list[str]] = {}

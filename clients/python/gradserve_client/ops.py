@@ -45,6 +45,29 @@ class GRUGradOutputs(NamedTuple):
     dH0: Array
 
 
+class LayerNormalizationGradOutputs(NamedTuple):
+    """The outputs of LayerNormalizationGrad."""
+
+    X_grad: Array
+    scale_grad: Array
+    bias_grad: Array
+
+
+class SimplifiedLayerNormalizationGradOutputs(NamedTuple):
+    """The outputs of SimplifiedLayerNormalizationGrad."""
+
+    X_grad: Array
+    scale_grad: Array
+
+
+class InvertibleLayerNormalizationGradOutputs(NamedTuple):
+    """The outputs of InvertibleLayerNormalizationGrad."""
+
+    X_grad: Array
+    scale_grad: Array
+    bias_grad: Array
+
+
 class FakeQuantOutputs(NamedTuple):
     """The outputs of FakeQuant."""
 
@@ -1128,6 +1151,295 @@ class Ops:
             )
         )
         return results["output"]
+
+    @overload
+    def layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        inv_std_dev: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: None = None,
+    ) -> LayerNormalizationGradOutputs: ...
+
+    @overload
+    def layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        inv_std_dev: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        inv_std_dev: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        inv_std_dev: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> LayerNormalizationGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """X_grad = i * (b - mean(b) - x * mean(b * x)), where b = Y_grad * scale, i = inv_std_dev, x = (X - mean) * i.
+
+        The means are over the dimensions from `axis` on. scale_grad = sum(Y_grad * x) and bias_grad = sum(Y_grad) are
+        sums over those before it. X_grad has the shape and dtype of X; the others have those of scale. Only the
+        requested outputs are computed.
+
+        Y_grad, scale: float32, float16, bfloat16, float64, all alike.
+        X: float32, float16, bfloat16, float64.
+        mean, inv_std_dev: float32, float16, bfloat16, float64, all alike.
+        Gives X_grad: float32, float16, bfloat16, float64. scale_grad, bias_grad: float32, float16, bfloat16, float64,
+            all alike.
+
+        >>> server.ops.layer_normalization_grad(
+        ...     Y_grad=[[1.0, -1.0], [2.0, 0.5]],
+        ...     X=[[1.0, 2.0], [4.0, 2.0]],
+        ...     scale=[1.0, 2.0],
+        ...     mean=[[1.5], [3.0]],
+        ...     inv_std_dev=[[2.0], [1.0]],
+        ... ).X_grad
+        array([[0., 0.],
+               [0., 0.]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "LayerNormalizationGrad",
+                {"Y_grad": Y_grad, "X": X, "scale": scale, "mean": mean, "inv_std_dev": inv_std_dev},
+                {"axis": axis, "epsilon": epsilon, "stash_type": stash_type},
+                gives=("X_grad", "scale_grad", "bias_grad"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return LayerNormalizationGradOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    def simplified_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: None = None,
+    ) -> SimplifiedLayerNormalizationGradOutputs: ...
+
+    @overload
+    def simplified_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def simplified_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def simplified_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> SimplifiedLayerNormalizationGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """X_grad = inv_std_var * (b - x * mean(b * x)), where b = Y_grad * scale, x = X * inv_std_var: that of RMSNorm.
+
+        The mean is over the dimensions from `axis` on. scale_grad = sum(Y_grad * x) is a sum over those before it.
+        X_grad has the shape and dtype of X, and scale_grad those of scale. Only the requested outputs are computed.
+        Raises `AxisOutOfRange` and `ShapeMismatch`.
+
+        Y_grad, scale: float32, float16, bfloat16, float64, all alike.
+        X: float32, float16, bfloat16, float64.
+        inv_std_var: float32, float16, bfloat16, float64.
+        Gives X_grad: float32, float16, bfloat16, float64. scale_grad: float32, float16, bfloat16, float64.
+
+        >>> server.ops.simplified_layer_normalization_grad(
+        ...     Y_grad=[[1.0, -1.0], [2.0, 0.5]],
+        ...     X=[[1.0, 2.0], [4.0, 2.0]],
+        ...     scale=[1.0, 2.0],
+        ...     inv_std_var=[[2.0], [1.0]],
+        ... ).X_grad
+        array([[ 14.,  20.],
+               [-18.,  -9.]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "SimplifiedLayerNormalizationGrad",
+                {"Y_grad": Y_grad, "X": X, "scale": scale, "inv_std_var": inv_std_var},
+                {"axis": axis, "epsilon": epsilon, "stash_type": stash_type},
+                gives=("X_grad", "scale_grad"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return SimplifiedLayerNormalizationGradOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    def invertible_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        Y: Input,
+        scale: Input,
+        bias: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: None = None,
+    ) -> InvertibleLayerNormalizationGradOutputs: ...
+
+    @overload
+    def invertible_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        Y: Input,
+        scale: Input,
+        bias: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def invertible_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        Y: Input,
+        scale: Input,
+        bias: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def invertible_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        Y: Input,
+        scale: Input,
+        bias: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> InvertibleLayerNormalizationGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """X_grad = inv_std_var * (b - mean(b) - x * mean(b * x)), where b = Y_grad * scale, x = (Y - bias) / scale.
+
+        Y is the forward output. The rest is as in LayerNormalizationGrad; X_grad has the shape and dtype of Y. x is
+        less exact than from X, as Y is rounded. Where an element of scale is 0, x is lost: all of X_grad and that
+        element of scale_grad are NaN.
+
+        Y_grad, Y, scale, bias: float32, float16, bfloat16, float64, all alike.
+        inv_std_var: float32, float16, bfloat16, float64.
+        Gives X_grad, scale_grad, bias_grad: float32, float16, bfloat16, float64, all alike.
+
+        >>> server.ops.invertible_layer_normalization_grad(
+        ...     Y_grad=[[1.0, -1.0], [2.0, 0.5]],
+        ...     Y=[[-1.0, 2.0], [1.0, -2.0]],
+        ...     scale=[1.0, 2.0],
+        ...     bias=[0.0, 0.0],
+        ...     inv_std_var=[[2.0], [1.0]],
+        ... ).X_grad
+        array([[0., 0.],
+               [0., 0.]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "InvertibleLayerNormalizationGrad",
+                {"Y_grad": Y_grad, "Y": Y, "scale": scale, "bias": bias, "inv_std_var": inv_std_var},
+                {"axis": axis, "epsilon": epsilon, "stash_type": stash_type},
+                gives=("X_grad", "scale_grad", "bias_grad"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return InvertibleLayerNormalizationGradOutputs(**results)  # type: ignore[arg-type]
+        return results
 
     @overload
     def fake_quant(

@@ -17,6 +17,9 @@ from gradserve_client.ops import (
     GRUGradOutputs,
     GRUTrainingOutputs,
     InPlaceAccumulatorV2Outputs,
+    InvertibleLayerNormalizationGradOutputs,
+    LayerNormalizationGradOutputs,
+    SimplifiedLayerNormalizationGradOutputs,
 )
 
 
@@ -987,6 +990,266 @@ class AsyncOps:
             )
         )
         return results["output"]
+
+    @overload
+    async def layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        inv_std_dev: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: None = None,
+    ) -> LayerNormalizationGradOutputs: ...
+
+    @overload
+    async def layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        inv_std_dev: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    async def layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        inv_std_dev: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    async def layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        inv_std_dev: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> LayerNormalizationGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """X_grad = i * (b - mean(b) - x * mean(b * x)), where b = Y_grad * scale, i = inv_std_dev, x = (X - mean) * i.
+
+        The means are over the dimensions from `axis` on. scale_grad = sum(Y_grad * x) and bias_grad = sum(Y_grad) are
+        sums over those before it. X_grad has the shape and dtype of X; the others have those of scale. Only the
+        requested outputs are computed.
+
+        Y_grad, scale: float32, float16, bfloat16, float64, all alike.
+        X: float32, float16, bfloat16, float64.
+        mean, inv_std_dev: float32, float16, bfloat16, float64, all alike.
+        Gives X_grad: float32, float16, bfloat16, float64. scale_grad, bias_grad: float32, float16, bfloat16, float64,
+            all alike.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "LayerNormalizationGrad",
+                {"Y_grad": Y_grad, "X": X, "scale": scale, "mean": mean, "inv_std_dev": inv_std_dev},
+                {"axis": axis, "epsilon": epsilon, "stash_type": stash_type},
+                gives=("X_grad", "scale_grad", "bias_grad"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return LayerNormalizationGradOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    async def simplified_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: None = None,
+    ) -> SimplifiedLayerNormalizationGradOutputs: ...
+
+    @overload
+    async def simplified_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    async def simplified_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    async def simplified_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        X: Input,
+        scale: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> SimplifiedLayerNormalizationGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """X_grad = inv_std_var * (b - x * mean(b * x)), where b = Y_grad * scale, x = X * inv_std_var: that of RMSNorm.
+
+        The mean is over the dimensions from `axis` on. scale_grad = sum(Y_grad * x) is a sum over those before it.
+        X_grad has the shape and dtype of X, and scale_grad those of scale. Only the requested outputs are computed.
+        Raises `AxisOutOfRange` and `ShapeMismatch`.
+
+        Y_grad, scale: float32, float16, bfloat16, float64, all alike.
+        X: float32, float16, bfloat16, float64.
+        inv_std_var: float32, float16, bfloat16, float64.
+        Gives X_grad: float32, float16, bfloat16, float64. scale_grad: float32, float16, bfloat16, float64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "SimplifiedLayerNormalizationGrad",
+                {"Y_grad": Y_grad, "X": X, "scale": scale, "inv_std_var": inv_std_var},
+                {"axis": axis, "epsilon": epsilon, "stash_type": stash_type},
+                gives=("X_grad", "scale_grad"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return SimplifiedLayerNormalizationGradOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    async def invertible_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        Y: Input,
+        scale: Input,
+        bias: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: None = None,
+    ) -> InvertibleLayerNormalizationGradOutputs: ...
+
+    @overload
+    async def invertible_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        Y: Input,
+        scale: Input,
+        bias: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    async def invertible_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        Y: Input,
+        scale: Input,
+        bias: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    async def invertible_layer_normalization_grad(
+        self,
+        Y_grad: Input,
+        Y: Input,
+        scale: Input,
+        bias: Input,
+        inv_std_var: Input,
+        *,
+        axis: int = -1,
+        epsilon: float = 1e-05,
+        stash_type: int = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> InvertibleLayerNormalizationGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """X_grad = inv_std_var * (b - mean(b) - x * mean(b * x)), where b = Y_grad * scale, x = (Y - bias) / scale.
+
+        Y is the forward output. The rest is as in LayerNormalizationGrad; X_grad has the shape and dtype of Y. x is
+        less exact than from X, as Y is rounded. Where an element of scale is 0, x is lost: all of X_grad and that
+        element of scale_grad are NaN.
+
+        Y_grad, Y, scale, bias: float32, float16, bfloat16, float64, all alike.
+        inv_std_var: float32, float16, bfloat16, float64.
+        Gives X_grad, scale_grad, bias_grad: float32, float16, bfloat16, float64, all alike.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "InvertibleLayerNormalizationGrad",
+                {"Y_grad": Y_grad, "Y": Y, "scale": scale, "bias": bias, "inv_std_var": inv_std_var},
+                {"axis": axis, "epsilon": epsilon, "stash_type": stash_type},
+                gives=("X_grad", "scale_grad", "bias_grad"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return InvertibleLayerNormalizationGradOutputs(**results)  # type: ignore[arg-type]
+        return results
 
     @overload
     async def fake_quant(
