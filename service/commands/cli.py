@@ -158,8 +158,9 @@ def _path(argument: str) -> Path | None:
 
 
 def _ops(settings: Settings, options: argparse.Namespace) -> int:
+    width = max(map(len, OPERATORS)) + 2
     for operator in OPERATORS.values():
-        print(f"{operator.name:<22}{operator.formula}")
+        print(f"{operator.name:<{width}}{operator.formula}")
     return 0
 
 

@@ -19,7 +19,7 @@ from service.kernels._blocks import new_output, spare_memory
 from service.kernels._checks import normalize_axis
 from service.kernels._op import op
 from service.kernels._scatter import clear, flat_indices, read_shape, scatter_add
-from service.kernels._types import Element, NotNegative, Shape, T, Tind
+from service.kernels._types import Element, NotNegative, Rank2, Shape, T, Tind
 from service.limits import MAX_RANK
 
 
@@ -72,7 +72,7 @@ def gather_elements_grad(dY: T, shape: Shape, indices: Tind, /, *, axis: int = 0
     example={"shape": [2, 2], "indices": [[1, 0], [-1, -2]], "update": [1.0, 2.0]},
     multiply_adds=lambda shape, indices, update, **_: _output_size(shape, place=0),
 )
-def gather_nd_grad(shape: Shape, indices: Tind, update: T, /, *, batch_dims: NotNegative = 0) -> T:
+def gather_nd_grad(shape: Shape, indices: Rank2[Tind], update: T, /, *, batch_dims: NotNegative = 0) -> T:
     """output = zeros(shape); output[batch, indices[batch, i]] += update[batch, i], for all rows i of indices.
 
     `indices` is [batch, .., k]: `batch` are the first `batch_dims` dimensions of `shape`, and a row has the indices of

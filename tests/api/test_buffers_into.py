@@ -45,12 +45,11 @@ def stored(http: httpx.Client, array: Any, dtype: str = "float32") -> str:
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_every_input_of_floats_may_come_from_a_buffer(http: httpx.Client, operator: Operator, dtype: str) -> None:
     tensors = example(operator, {"float": dtype})
-    floats = [one.name for one in operator.inputs if one.kind.name == "float"]
-    kept = {name: stored(http, tensors[name], dtype) for name in floats}
+    kept = {name: stored(http, one, dtype) for name, one in tensors.items() if one.dtype == dtype}
     rest = {name: tensor for name, tensor in tensors.items() if name not in kept}
-    params = {"from": [f"{name}:{buffer}" for name, buffer in kept.items()]}
+    params = {"from": [f"{name}:{buffer}" for name, buffer in kept.items()], **operator.example_attributes}
     answer = http.post(f"/v1/ops/{operator.name}", params=params, **as_file(rest, Accept="application/json"))
-    assert_same(decode(answer), operator(tensors, {}))
+    assert_same(decode(answer), operator(tensors, operator.example_attributes))
     for name, buffer in kept.items():
         assert metadata(http, buffer)["version"] == 1
         assert read(http, buffer).tobytes() == tensors[name].tobytes()
@@ -124,7 +123,7 @@ def test_into_answers_a_receipt_in_place_of_the_output(http: httpx.Client) -> No
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_into_equals_the_operator_and_then_accumulate(http: httpx.Client, operator: Operator, dtype: str) -> None:
     tensors = example(operator, {"float": dtype})
-    whole = operator(tensors, {})
+    whole = operator(tensors, operator.example_attributes)
     floats = {name: one for name, one in whole.items() if one.dtype.name == dtype}
     if not floats:
         pytest.skip("no output can be added")
@@ -132,7 +131,7 @@ def test_into_equals_the_operator_and_then_accumulate(http: httpx.Client, operat
     kept = {name: stored(http, one, dtype) for name, one in start.items()}
     expected = {name: stored(http, one, dtype) for name, one in start.items()}
     params: dict[str, Any] = {"into": [f"{name}:{buffer}" for name, buffer in kept.items()], "weight": -0.3}
-    answer = http.post(f"/v1/ops/{operator.name}", **as_file(tensors), params=params)
+    answer = http.post(f"/v1/ops/{operator.name}", **as_file(tensors), params={**params, **operator.example_attributes})
     outputs, receipts = loaded(answer)
     assert_same(outputs, {name: one for name, one in whole.items() if name not in floats})
     assert {name: one["count"] for name, one in receipts.items()} == dict.fromkeys(floats, 2)

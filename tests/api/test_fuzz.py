@@ -52,20 +52,26 @@ tensors = lists | objects | rectangles
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[str, Any, dict[str, Any]]:
     operator = OPERATORS[draw(st.sampled_from(sorted(OPERATORS)))]
-    body = {one.name: draw(tensors | st.just(operator.example[one.name])) for one in operator.inputs}
+    groups = st.dictionaries(st.text("ab.\0", max_size=2), tensors, max_size=3) | tensors
+    body = {
+        one.name: draw((groups if one.group else tensors) | st.just(operator.example.get(one.name)))
+        for one in operator.inputs
+    }
     if draw(st.integers(0, 9)) == 0:
         body[draw(st.text("\0a[é", max_size=3) | st.text(max_size=3))] = draw(tensors)
     if draw(st.integers(0, 9)) == 0:
         body.pop(draw(st.sampled_from(sorted(body))))
     values = st.integers(-3, 3) | st.floats() | st.text(max_size=3) | st.just(10**30)
-    names = st.sampled_from(["axis", "alpha", "encoding", "more"])
-    return operator.name, body, draw(st.dictionaries(names, values, max_size=2) if draw(st.booleans()) else st.just({}))
+    names = st.sampled_from([*(one.name for one in operator.attributes), "encoding", "more"])
+    strange = draw(st.dictionaries(names, values, max_size=2) if draw(st.booleans()) else st.just({}))
+    return operator.name, body, {**operator.example_attributes, **strange}
 
 
 def check(answer: httpx.Response) -> None:
     if answer.status_code == 200:
-        for tensor in answer.json().values():
-            assert {"dtype", "shape"} <= tensor.keys()
+        for one in answer.json().values():
+            for tensor in [one] if isinstance(one.get("dtype"), str) else one.values():
+                assert {"dtype", "shape"} <= tensor.keys()
     else:
         assert answer.status_code < 500, answer.text
         assert_problem(answer, answer.status_code, answer.json()["code"])
@@ -90,11 +96,13 @@ def test_damaged_bodies_get_an_answer_or_a_problem(client: httpx.Client, data: s
         place = data.draw(st.integers(0, len(body)))
         body[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
     headers = {"Content-Type": "application/json"}
-    plain = client.post(f"/v1/ops/{operator.name}", content=bytes(body), headers=headers)
+    params = dict(operator.example_attributes)
+    plain = client.post(f"/v1/ops/{operator.name}", content=bytes(body), headers=headers, params=params)
     check(plain)
     coding = data.draw(st.sampled_from(sorted(COMPRESS)))
     headers["Content-Encoding"] = coding
-    coded = client.post(f"/v1/ops/{operator.name}", content=COMPRESS[coding](bytes(body)), headers=headers)
+    content = COMPRESS[coding](bytes(body))
+    coded = client.post(f"/v1/ops/{operator.name}", content=content, headers=headers, params=params)
     assert (coded.status_code, coded.content) == (plain.status_code, plain.content)
 
 
@@ -107,7 +115,8 @@ def test_damaged_compressed_bodies_get_an_answer_or_a_problem(client: httpx.Clie
     place = data.draw(st.integers(0, len(body)))
     body[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
     headers = {"Content-Type": "application/json", "Content-Encoding": coding}
-    check(client.post(f"/v1/ops/{operator.name}", content=bytes(body), headers=headers))
+    params = dict(operator.example_attributes)
+    check(client.post(f"/v1/ops/{operator.name}", content=bytes(body), headers=headers, params=params))
 
 
 @FUZZ

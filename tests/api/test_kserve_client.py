@@ -12,7 +12,7 @@ import pytest
 
 from service.dtypes import OPEN_INFERENCE, Array
 from service.kernels import OPERATORS, Operator
-from tests.test_contract import EVERY, assert_same, example
+from tests.test_contract import EVERY, assert_same, example, parameters
 
 pytest.importorskip("kserve", reason="kserve is not installed: make peers installs it")
 
@@ -37,7 +37,7 @@ def run(url: str, operator: Operator, tensors: Mapping[str, Array], binary: bool
         described = InferInput(name, list(tensor.shape), OPEN_INFERENCE[tensor.dtype])
         described.set_data_from_numpy(tensor, binary_data=binary)
         inputs.append(described)
-    wanted = [RequestedOutput(one.name, {"binary_data": binary}) for one in operator.outputs]
+    wanted = [RequestedOutput(name, {"binary_data": binary}) for name in operator.output_names]
     request = InferRequest(operator.name, inputs, request_outputs=wanted, **more)
     return call("infer", url, request, model_name=operator.name)
 
@@ -53,10 +53,10 @@ def test_the_server_and_its_models_are_ready(url: str) -> None:
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
 def test_every_operator_answers_the_client(url: str, operator: Operator, binary: bool) -> None:
     tensors = example(operator)
-    answer = run(url, operator, tensors, binary, request_id="seven")
+    answer = run(url, operator, tensors, binary, request_id="seven", parameters=parameters(operator))
     assert (answer.id, answer.model_name) == ("seven", operator.name)
     got = {one.name: one.as_numpy() for one in answer.outputs}
-    assert_same(got, operator(tensors, {}))
+    assert_same(got, operator(tensors, operator.example_attributes))
 
 
 def test_attributes_are_parameters(url: str) -> None:

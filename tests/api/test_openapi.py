@@ -34,8 +34,8 @@ def test_the_document_is_valid(schema: Any) -> None:
 def test_requests_and_answers_conform_to_their_schemas(
     client: httpx.Client, schema: Any, op: str, encoding: str
 ) -> None:
-    request = dict(OPERATORS[op].example)
-    answer = client.post(f"/v1/ops/{op}", json=request, params={"encoding": encoding}).json()
+    request, params = dict(OPERATORS[op].example), {**OPERATORS[op].example_attributes, "encoding": encoding}
+    answer = client.post(f"/v1/ops/{op}", json=request, params=params).json()
     assert conforms(schema, f"{op}Request", request)
     assert conforms(schema, f"{op}Answer", answer)
     assert not conforms(schema, f"{op}Request", {**request, "more": 1})

@@ -32,14 +32,14 @@ def post(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_every_operator_takes_and_answers_safetensors(client: httpx.Client, operator: Operator, dtype: str) -> None:
     tensors = example(operator, {"float": dtype})
-    expected = operator(tensors, {})
+    expected, params = operator(tensors, operator.example_attributes), operator.example_attributes
     content = safetensors.numpy.save(tensors)
-    answer = post(client, operator.name, content)
+    answer = post(client, operator.name, content, **params)
     assert answer.headers["content-type"] == MEDIA_TYPE
     read = codec.decode(memoryview(answer.content), Limits(1 << 20))
     assert read.keys() == expected.keys()
     assert_same({name: read[name] for name in expected}, expected)
-    assert_same(decode_json(post(client, operator.name, content, accept=JSON)), expected)
+    assert_same(decode_json(post(client, operator.name, content, accept=JSON, **params)), expected)
 
 
 def test_outputs_and_attributes_are_asked_for_in_the_query(client: httpx.Client) -> None:

@@ -29,7 +29,7 @@ from service.settings import Settings
 from tests.api.test_triton_client import Call, _aio, _sync, arrays, inputs, outputs
 from tests.serving import in_flight, serving, wait_until
 from tests.shared_objects import RELU, SHARED, Object, expected, new_key, numbers, region, register, relu, shared
-from tests.test_contract import EVERY, assert_same, example
+from tests.test_contract import EVERY, assert_same, example, parameters
 
 pytestmark = pytest.mark.skipif(not OBJECTS.is_dir(), reason="needs /dev/shm")
 
@@ -140,11 +140,12 @@ def test_every_tensor_may_be_in_shared_memory(call: Call, regions: Regions, oper
     for one, tensor in zip(described, tensors.values(), strict=True):
         one.set_shared_memory("in", tensor.nbytes, offset)
         offset += tensor.nbytes
-    asked = outputs(operator.output_names)
+    expected = operator(tensors, operator.example_attributes)
+    asked = outputs(expected)
     for number, one in enumerate(asked):
         one.set_shared_memory("out", 512, 512 * number)
-    result = call("infer", operator.name, described, outputs=asked)
-    for number, (name, output) in enumerate(operator(tensors, {}).items()):
+    result = call("infer", operator.name, described, outputs=asked, parameters=parameters(operator))
+    for number, (name, output) in enumerate(expected.items()):
         answered = {"name": name, "datatype": OPEN_INFERENCE[output.dtype], "shape": list(output.shape)}
         assert result.get_output(name) == answered  # as Triton answers: its C++ client takes no more
         written = shm.get_contents_as_numpy(wanted, np.uint8, [output.nbytes], 512 * number)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -14,9 +16,10 @@ import tritonclient.http.aio as triton_aio  # type: ignore[import-untyped]
 from tritonclient.utils import InferenceServerException  # type: ignore[import-untyped]
 
 from service.dtypes import DTYPES, OPEN_INFERENCE, Array
+from service.errors import GradserveError
 from service.kernels import OPERATORS, Operator
 from tests.kernels.calls import CALLS, FLOAT_DTYPES
-from tests.test_contract import EVERY, assert_same, example
+from tests.test_contract import EVERY, assert_same, example, parameters
 
 Call: TypeAlias = Callable[..., Any]
 """Calls a method of a client, given its name and its arguments."""
@@ -107,14 +110,27 @@ def test_the_client_reads_each_models_metadata(call: Call, operator: Operator, v
     metadata = call("get_model_metadata", operator.name, version)
     assert (metadata["name"], metadata["versions"]) == (operator.name, ["1"])
     for key, declared in (("inputs", operator.inputs), ("outputs", operator.outputs)):
-        expected = [(one.name, OPEN_INFERENCE[DTYPES[one.kind.default]]) for one in declared]
+        expected = [(one.name + ".*" * one.group, OPEN_INFERENCE[DTYPES[one.kind.default]]) for one in declared]
         assert [(one["name"], one["datatype"]) for one in metadata[key]] == expected
     config = call("get_model_config", operator.name, version)
     assert (config["name"], config["max_batch_size"]) == (operator.name, 0)
     assert [(one["name"], one["optional"]) for one in config["input"]] == [
-        (one.name, one.optional) for one in operator.inputs
+        (one.name + ".*" * one.group, one.optional) for one in operator.inputs
     ]
     assert [one["data_type"] for one in config["output"]] == [f"TYPE_{one['datatype']}" for one in metadata["outputs"]]
+
+
+def of_ranks(operator: Operator, ranks: Mapping[str, int]) -> dict[str, Array]:
+    """Return tensors of one element each that the operator takes: floats as in the example, and integers 0 or 1."""
+    given = example(operator)
+    integers = [name for name, one in given.items() if one.dtype.kind == "i"]
+    for numbers in itertools.product((0, 1), repeat=len(integers)):
+        values = {name: one.flat[0] for name, one in given.items()} | dict(zip(integers, numbers, strict=True))
+        tensors = {name: np.full((1,) * ranks[name], one, given[name].dtype) for name, one in values.items()}
+        with suppress(GradserveError):
+            operator(tensors, operator.example_attributes)
+            return tensors
+    raise AssertionError(f"{operator.name} takes no tensors of the ranks {ranks}")
 
 
 @EVERY
@@ -124,10 +140,15 @@ def test_tensors_work_in_the_ranks_of_the_metadata(call: Call, operator: Operato
     ranks = {one["name"]: len(one["shape"]) for one in metadata["inputs"] + metadata["outputs"]}
     assert {one["name"]: len(one["dims"]) for one in config["input"] + config["output"]} == ranks
     tensors = example(operator)
-    if any(tensor.ndim != ranks[name] for name, tensor in tensors.items()):
-        tensors = {name: np.full((1,) * ranks[name], one.flat[0], one.dtype) for name, one in tensors.items()}
-    for name, output in run(call, operator, tensors).items():
-        assert output.ndim == ranks[name]
+
+    def rank(name: str) -> int:
+        group, dot, _ = name.partition(".")
+        return ranks[f"{group}.*" if dot else name]
+
+    if any(tensor.ndim != rank(name) for name, tensor in tensors.items()):
+        tensors = of_ranks(operator, {name: rank(name) for name in tensors})
+    for name, output in run(call, operator, tensors, parameters=parameters(operator)).items():
+        assert output.ndim == rank(name)
 
 
 @pytest.mark.parametrize("version", ["", "1"])
@@ -169,11 +190,11 @@ def test_attributes_are_request_parameters(call: Call, case: str, binary: bool) 
 def test_every_operator_answers_in_every_dtype(call: Call, operator: Operator, dtype: str) -> None:
     for integers in ("int32", "int64"):
         tensors = example(operator, {"float": dtype, "integer": integers})
-        expected = operator(tensors, {})
-        assert_same(run(call, operator, tensors), expected)
+        expected, given = operator(tensors, operator.example_attributes), {"parameters": parameters(operator)}
+        assert_same(run(call, operator, tensors, **given), expected)
         if dtype != "bfloat16":
             asked = outputs(expected, binary=False)
-            in_json = call("infer", operator.name, inputs(tensors, binary=False), outputs=asked)
+            in_json = call("infer", operator.name, inputs(tensors, binary=False), outputs=asked, **given)
             assert_same(arrays(in_json), expected)
 
 
@@ -215,10 +236,11 @@ def test_scalars_and_empty_tensors_keep_their_shape(call: Call, shape: tuple[int
 @EVERY
 def test_a_subset_of_the_outputs_is_answered_in_the_asked_order(call: Call, operator: Operator) -> None:
     tensors, names = example(operator), operator.output_names
-    whole = operator(tensors, {})
+    whole = operator(tensors, operator.example_attributes)
     for subset in (names[::-1], names[-1:]):
-        result = run(call, operator, tensors, outputs=outputs(subset))
-        assert_same(result, {name: whole[name] for name in subset})
+        result = run(call, operator, tensors, outputs=outputs(subset), parameters=parameters(operator))
+        expected = [one for name in subset for one in whole if name in (one, one.partition(".")[0])]
+        assert_same(result, {name: whole[name] for name in expected})
 
 
 def test_each_output_has_its_own_form(call: Call) -> None:
