@@ -126,6 +126,11 @@ def read_into(descriptor: int, memory: memoryview, start: int) -> int:
 NEW_OBJECTS = 10_000
 """New objects after which Python looks for cycles among them, by default 700."""
 
+SEARCHES = 100
+"""Such searches after which Python looks among all that were new in them, too, by default 10: while a request for many
+buffers is made, they are all in use, and a search among them takes as long as the add of 2,000 of the buffers.
+"""
+
 
 def collect_rarely() -> None:
     """Let Python seldom look for unreachable cycles, and never among the objects that are there now.
@@ -133,7 +138,7 @@ def collect_rarely() -> None:
     A request for many buffers makes a hundred thousand objects and no cycle: the search took half of its time.
     """
     gc.freeze()
-    gc.set_threshold(NEW_OBJECTS)
+    gc.set_threshold(NEW_OBJECTS, SEARCHES)
 
 
 def keep_freed_memory(limit: int) -> None:
