@@ -87,6 +87,7 @@ format: $(VENV)/.dev  ## fix and format the code with ruff
 
 bench: $(BENCH)/.bench  ## speed and memory against ONNX Runtime's kernels, PyTorch's GRU, a plain FastAPI endpoint, or another checkout: AGAINST=DIRECTORY
 	$(BENCH)/bin/python -m benchmarks.kernels $(if $(AGAINST),--against $(AGAINST))
+	$(BENCH)/bin/python -m benchmarks.operators
 	$(BENCH)/bin/python -m benchmarks.gru
 	$(BENCH)/bin/python -m benchmarks.http
 

@@ -33,7 +33,6 @@ NODES = {
 }
 MISSING = Counter(node.operator for node, _, _ in NODES.values() if node.operator not in OPERATORS)
 EXPECTED_MISSING = {
-    "AdamWOptimizer",
     "AveragePoolGrad",
     "BatchNormInternal",
     "BatchNormalizationGrad",

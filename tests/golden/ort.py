@@ -50,6 +50,19 @@ def run(
     One thread, so that every sum has one order. ONNX Runtime does not check that the shapes fit together: where they do
     not, it reads and writes out of bounds or ends the process.
     """
+    try:
+        session, given = prepared(operator, inputs, asked, attributes)
+        answers = session.run(list(asked), given)
+    except REFUSALS as refusal:
+        raise Refused(_reason(str(refusal))) from None
+    members = [name.partition(".")[2] for name in inputs if "." in name]
+    return dict(pair for name, answer in zip(asked, answers, strict=True) for pair in _named(name, answer, members))
+
+
+def prepared(
+    operator: str, inputs: Mapping[str, Array], asked: Sequence[str], attributes: Mapping[str, Any], threads: int = 1
+) -> tuple[onnxruntime.InferenceSession, dict[str, Array | list[Array]]]:
+    """The session of one node, and what it takes. Raises one of `REFUSALS` if the node cannot be."""
     given, shape = _given(operator, inputs)
     declared = OPERATORS.get(operator)
     takes = INPUTS.get(operator) or ([one.name for one in declared.inputs] if declared else _groups(given))
@@ -65,12 +78,7 @@ def run(
         [_described(name, value, getattr(value, "shape", None)) for name, value in given.items()],
         made,
     )
-    try:
-        answers = _session(operator, graph).run(list(asked), given)
-    except REFUSALS as refusal:
-        raise Refused(_reason(str(refusal))) from None
-    members = [name.partition(".")[2] for name in inputs if "." in name]
-    return dict(pair for name, answer in zip(asked, answers, strict=True) for pair in _named(name, answer, members))
+    return _session(operator, graph, threads), given
 
 
 def _given(operator: str, inputs: Mapping[str, Array]) -> tuple[dict[str, Array | list[Array]], list[int] | None]:
@@ -105,11 +113,13 @@ def _described(name: str, value: Array | list[Array], shape: Sequence[int] | Non
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), shape)
 
 
-def _session(operator: str, graph: Any) -> onnxruntime.InferenceSession:
+def _session(operator: str, graph: Any, threads: int) -> onnxruntime.InferenceSession:
     opsets = [helper.make_opsetid("", OPSETS.get(operator, 15)), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
+    options.intra_op_num_threads = threads
+    # Idle threads must not spin on a core that others need.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 

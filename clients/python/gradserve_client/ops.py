@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Unpack, overload
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
 
 from gradserve_client._http.runner import Runner
 from gradserve_client._wire import calls
-from gradserve_client._wire.calls import Adding, Input, Into
+from gradserve_client._wire.calls import Adding, Input, Inputs, Into
 from gradserve_client._wire.tensors import Array
 from gradserve_client.models import Receipt
+
+Group = TypeVar("Group", dict[str, Array], list[Array])
+"""A group of outputs: a dict if the inputs are one, else a list."""
 
 
 class InPlaceAccumulatorV2Outputs(NamedTuple):
@@ -66,6 +69,47 @@ class InvertibleLayerNormalizationGradOutputs(NamedTuple):
     X_grad: Array
     scale_grad: Array
     bias_grad: Array
+
+
+class SGDOptimizerOutputs(NamedTuple):
+    """The outputs of SGDOptimizer."""
+
+    NW: Array
+    NG: Array
+
+
+class SGDOptimizerV2Outputs(NamedTuple, Generic[Group]):
+    """The outputs of SGDOptimizerV2."""
+
+    update_completed: Array
+    updated_weights: Group
+
+
+class AdamWOptimizerOutputs(NamedTuple, Generic[Group]):
+    """The outputs of AdamWOptimizer."""
+
+    updated_flag: Array
+    updated_weights: Group
+    updated_momentums_1: Group
+    updated_momentums_2: Group
+
+
+class AdamOptimizerOutputs(NamedTuple):
+    """The outputs of AdamOptimizer."""
+
+    new_T: Array
+    new_moment_1: Array
+    new_moment_2: Array
+    new_weights: Array
+    new_gradients: Array
+    new_mixed_precision_weights: Array
+
+
+class InplaceClipGradNormOutputs(NamedTuple, Generic[Group]):
+    """The outputs of InplaceClipGradNorm."""
+
+    clipped_gradients: Group
+    total_norm: Array
 
 
 class FakeQuantOutputs(NamedTuple):
@@ -1440,6 +1484,690 @@ class Ops:
         if outputs is None and into is None:
             return InvertibleLayerNormalizationGradOutputs(**results)  # type: ignore[arg-type]
         return results
+
+    @overload
+    def sgd_optimizer(self, ETA: Input, W: Input, G: Input, *, outputs: None = None) -> SGDOptimizerOutputs: ...
+
+    @overload
+    def sgd_optimizer(self, ETA: Input, W: Input, G: Input, *, outputs: Sequence[str]) -> dict[str, Array]: ...
+
+    @overload
+    def sgd_optimizer(
+        self,
+        ETA: Input,
+        W: Input,
+        G: Input,
+        *,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def sgd_optimizer(
+        self,
+        ETA: Input,
+        W: Input,
+        G: Input,
+        *,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> SGDOptimizerOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """NW = W - ETA * G, NG = -ETA * G.
+
+        `ETA` has one element. `G` has the shape of `W`.
+
+        ETA: float32, float16, bfloat16, float64.
+        W: float32, float16, bfloat16, float64.
+        G: float32, float16, bfloat16, float64.
+        Gives NW: float32, float16, bfloat16, float64. NG: float32, float16, bfloat16, float64.
+
+        >>> server.ops.sgd_optimizer(ETA=0.5, W=[1.0, 2.0], G=[0.5, -0.5]).NW
+        array([0.75, 2.25], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "SGDOptimizer", {"ETA": ETA, "W": W, "G": G}, {}, gives=("NW", "NG"), outputs=outputs, into=into, **add
+            )
+        )
+        if outputs is None and into is None:
+            return SGDOptimizerOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    def sgd_optimizer_v2(
+        self,
+        lr: Input,
+        weights: Mapping[str, Input],
+        gradients: Mapping[str, Input],
+        update_signal: Input | None = None,
+        *,
+        outputs: None = None,
+    ) -> SGDOptimizerV2Outputs[dict[str, Array]]: ...
+
+    @overload
+    def sgd_optimizer_v2(
+        self,
+        lr: Input,
+        weights: Mapping[str, Input],
+        gradients: Mapping[str, Input],
+        update_signal: Input | None = None,
+        *,
+        outputs: Sequence[str],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def sgd_optimizer_v2(
+        self,
+        lr: Input,
+        weights: Mapping[str, Input],
+        gradients: Mapping[str, Input],
+        update_signal: Input | None = None,
+        *,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into | Mapping[str, Into]],
+        **add: Unpack[Adding],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def sgd_optimizer_v2(
+        self,
+        lr: Input,
+        weights: Sequence[Input],
+        gradients: Sequence[Input],
+        update_signal: Input | None = None,
+        *,
+        outputs: None = None,
+    ) -> SGDOptimizerV2Outputs[list[Array]]: ...
+
+    @overload
+    def sgd_optimizer_v2(
+        self,
+        lr: Input,
+        weights: Sequence[Input],
+        gradients: Sequence[Input],
+        update_signal: Input | None = None,
+        *,
+        outputs: Sequence[str],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def sgd_optimizer_v2(
+        self,
+        lr: Input,
+        weights: Sequence[Input],
+        gradients: Sequence[Input],
+        update_signal: Input | None = None,
+        *,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into | Mapping[str, Into]],
+        **add: Unpack[Adding],
+    ) -> dict[str, Any]: ...
+
+    def sgd_optimizer_v2(
+        self,
+        lr: Input,
+        weights: Inputs,
+        gradients: Inputs,
+        update_signal: Input | None = None,
+        *,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into | Mapping[str, Into]] | None = None,
+        **add: Unpack[Adding],
+    ) -> SGDOptimizerV2Outputs[dict[str, Array]] | dict[str, Any] | SGDOptimizerV2Outputs[list[Array]]:
+        """updated_weights = weights - lr * gradients, unless update_signal is false.
+
+        `lr` and `update_signal` have one element each, and `update_completed` has the shape of `lr`. Without an update
+        the weights stay as they are.
+
+        lr: float32, float16, bfloat16, float64.
+        weights.*: float32, float16, bfloat16, float64.
+        gradients.*: float32, float16, bfloat16, float64.
+        update_signal (optional): bool.
+        Gives update_completed: bool. updated_weights.*: float32, float16, bfloat16, float64.
+
+        >>> server.ops.sgd_optimizer_v2(
+        ...     lr=0.5,
+        ...     weights={'w': [1.0, 2.0]},
+        ...     gradients={'w': [0.5, -0.5]},
+        ...     update_signal=True,
+        ... ).updated_weights
+        {'w': array([0.75, 2.25], dtype=float32)}
+        """
+        results = self._runner.run(
+            calls.grouped(
+                calls.run(
+                    "SGDOptimizerV2",
+                    {"lr": lr, "weights": weights, "gradients": gradients, "update_signal": update_signal},
+                    {},
+                    outputs=outputs,
+                    into=into,
+                    **add,
+                ),
+                {"updated_weights": weights},
+                ("update_completed", "updated_weights") if outputs is None else (),
+            )
+        )
+        if outputs is None and into is None:
+            return SGDOptimizerV2Outputs(**results)
+        return results
+
+    @overload
+    def adamw_optimizer(
+        self,
+        lr: Input,
+        step: Input,
+        weights: Mapping[str, Input],
+        gradients: Mapping[str, Input],
+        momentums_1: Mapping[str, Input],
+        momentums_2: Mapping[str, Input],
+        update_signal: Input | None = None,
+        *,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        epsilon: float = 1e-08,
+        weight_decay: float = 0.01,
+        adam_mode: Literal[0, 1] = 0,
+        correct_bias: Literal[0, 1] = 1,
+        outputs: None = None,
+    ) -> AdamWOptimizerOutputs[dict[str, Array]]: ...
+
+    @overload
+    def adamw_optimizer(
+        self,
+        lr: Input,
+        step: Input,
+        weights: Mapping[str, Input],
+        gradients: Mapping[str, Input],
+        momentums_1: Mapping[str, Input],
+        momentums_2: Mapping[str, Input],
+        update_signal: Input | None = None,
+        *,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        epsilon: float = 1e-08,
+        weight_decay: float = 0.01,
+        adam_mode: Literal[0, 1] = 0,
+        correct_bias: Literal[0, 1] = 1,
+        outputs: Sequence[str],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def adamw_optimizer(
+        self,
+        lr: Input,
+        step: Input,
+        weights: Mapping[str, Input],
+        gradients: Mapping[str, Input],
+        momentums_1: Mapping[str, Input],
+        momentums_2: Mapping[str, Input],
+        update_signal: Input | None = None,
+        *,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        epsilon: float = 1e-08,
+        weight_decay: float = 0.01,
+        adam_mode: Literal[0, 1] = 0,
+        correct_bias: Literal[0, 1] = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into | Mapping[str, Into]],
+        **add: Unpack[Adding],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def adamw_optimizer(
+        self,
+        lr: Input,
+        step: Input,
+        weights: Sequence[Input],
+        gradients: Sequence[Input],
+        momentums_1: Sequence[Input],
+        momentums_2: Sequence[Input],
+        update_signal: Input | None = None,
+        *,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        epsilon: float = 1e-08,
+        weight_decay: float = 0.01,
+        adam_mode: Literal[0, 1] = 0,
+        correct_bias: Literal[0, 1] = 1,
+        outputs: None = None,
+    ) -> AdamWOptimizerOutputs[list[Array]]: ...
+
+    @overload
+    def adamw_optimizer(
+        self,
+        lr: Input,
+        step: Input,
+        weights: Sequence[Input],
+        gradients: Sequence[Input],
+        momentums_1: Sequence[Input],
+        momentums_2: Sequence[Input],
+        update_signal: Input | None = None,
+        *,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        epsilon: float = 1e-08,
+        weight_decay: float = 0.01,
+        adam_mode: Literal[0, 1] = 0,
+        correct_bias: Literal[0, 1] = 1,
+        outputs: Sequence[str],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def adamw_optimizer(
+        self,
+        lr: Input,
+        step: Input,
+        weights: Sequence[Input],
+        gradients: Sequence[Input],
+        momentums_1: Sequence[Input],
+        momentums_2: Sequence[Input],
+        update_signal: Input | None = None,
+        *,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        epsilon: float = 1e-08,
+        weight_decay: float = 0.01,
+        adam_mode: Literal[0, 1] = 0,
+        correct_bias: Literal[0, 1] = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into | Mapping[str, Into]],
+        **add: Unpack[Adding],
+    ) -> dict[str, Any]: ...
+
+    def adamw_optimizer(
+        self,
+        lr: Input,
+        step: Input,
+        weights: Inputs,
+        gradients: Inputs,
+        momentums_1: Inputs,
+        momentums_2: Inputs,
+        update_signal: Input | None = None,
+        *,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        epsilon: float = 1e-08,
+        weight_decay: float = 0.01,
+        adam_mode: Literal[0, 1] = 0,
+        correct_bias: Literal[0, 1] = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into | Mapping[str, Into]] | None = None,
+        **add: Unpack[Adding],
+    ) -> AdamWOptimizerOutputs[dict[str, Array]] | dict[str, Any] | AdamWOptimizerOutputs[list[Array]]:
+        """m = alpha m + (1 - alpha) g, v = beta v + (1 - beta) g^2, weights -= lr m' / (sqrt(v') + epsilon).
+
+        m' = m / (1 - alpha^step) and v' = v / (1 - beta^step). With adam_mode 0, as in PyTorch, weights lose lr *
+        weight_decay of themselves before. With adam_mode 1, as in Hugging Face, epsilon is added to sqrt(v), the rate
+        is lr sqrt(1 - beta^step) / (1 - alpha^step), or lr if correct_bias is 0, and the new weights lose lr *
+        weight_decay of themselves.
+
+        `step` counts from 1; the trainer increments it. `lr`, `step` and `update_signal` have one element each, and
+        `updated_flag` has the shape of `step`. If `update_signal` is false, nothing changes.
+
+        lr: float32, float16, bfloat16, float64.
+        step: int64, int32.
+        weights.*: float32, float16, bfloat16, float64.
+        gradients.*: float32, float16, bfloat16, float64.
+        momentums_1.*, momentums_2.*: float32, float16, bfloat16, float64, all alike.
+        update_signal (optional): bool.
+        Gives updated_flag: bool. updated_weights.*: float32, float16, bfloat16, float64. updated_momentums_1.*,
+            updated_momentums_2.*: float32, float16, bfloat16, float64, all alike.
+
+        >>> server.ops.adamw_optimizer(
+        ...     lr=0.5,
+        ...     step=1,
+        ...     weights={'w': [1.0, 2.0]},
+        ...     gradients={'w': [0.5, -0.5]},
+        ...     momentums_1={'w': [0.0, 0.0]},
+        ...     momentums_2={'w': [0.0, 0.0]},
+        ...     update_signal=True,
+        ...     alpha=0.5,
+        ...     beta=0.75,
+        ...     weight_decay=0.0,
+        ... ).updated_weights
+        {'w': array([0.5, 2.5], dtype=float32)}
+        """
+        results = self._runner.run(
+            calls.grouped(
+                calls.run(
+                    "AdamWOptimizer",
+                    {
+                        "lr": lr,
+                        "step": step,
+                        "weights": weights,
+                        "gradients": gradients,
+                        "momentums_1": momentums_1,
+                        "momentums_2": momentums_2,
+                        "update_signal": update_signal,
+                    },
+                    {
+                        "alpha": alpha,
+                        "beta": beta,
+                        "epsilon": epsilon,
+                        "weight_decay": weight_decay,
+                        "adam_mode": adam_mode,
+                        "correct_bias": correct_bias,
+                    },
+                    outputs=outputs,
+                    into=into,
+                    **add,
+                ),
+                {"updated_weights": weights, "updated_momentums_1": momentums_1, "updated_momentums_2": momentums_2},
+                ("updated_flag", "updated_weights", "updated_momentums_1", "updated_momentums_2")
+                if outputs is None
+                else (),
+            )
+        )
+        if outputs is None and into is None:
+            return AdamWOptimizerOutputs(**results)
+        return results
+
+    @overload
+    def adam_optimizer(
+        self,
+        R: Input,
+        T: Input,
+        weights: Input,
+        gradients: Input,
+        moment_1: Input,
+        moment_2: Input,
+        mixed_precision_weights: Input | None = None,
+        loss_scale: Input | None = None,
+        global_gradient_norm: Input | None = None,
+        update_signal: Input | None = None,
+        *,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        lambda_: float = 0.0,
+        epsilon: float = 1e-08,
+        max_norm_clip: float = 1.0,
+        do_bias_correction: Literal[0, 1] = 1,
+        weight_decay_mode: Literal[0, 1] = 0,
+        outputs: None = None,
+    ) -> AdamOptimizerOutputs: ...
+
+    @overload
+    def adam_optimizer(
+        self,
+        R: Input,
+        T: Input,
+        weights: Input,
+        gradients: Input,
+        moment_1: Input,
+        moment_2: Input,
+        mixed_precision_weights: Input | None = None,
+        loss_scale: Input | None = None,
+        global_gradient_norm: Input | None = None,
+        update_signal: Input | None = None,
+        *,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        lambda_: float = 0.0,
+        epsilon: float = 1e-08,
+        max_norm_clip: float = 1.0,
+        do_bias_correction: Literal[0, 1] = 1,
+        weight_decay_mode: Literal[0, 1] = 0,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def adam_optimizer(
+        self,
+        R: Input,
+        T: Input,
+        weights: Input,
+        gradients: Input,
+        moment_1: Input,
+        moment_2: Input,
+        mixed_precision_weights: Input | None = None,
+        loss_scale: Input | None = None,
+        global_gradient_norm: Input | None = None,
+        update_signal: Input | None = None,
+        *,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        lambda_: float = 0.0,
+        epsilon: float = 1e-08,
+        max_norm_clip: float = 1.0,
+        do_bias_correction: Literal[0, 1] = 1,
+        weight_decay_mode: Literal[0, 1] = 0,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def adam_optimizer(
+        self,
+        R: Input,
+        T: Input,
+        weights: Input,
+        gradients: Input,
+        moment_1: Input,
+        moment_2: Input,
+        mixed_precision_weights: Input | None = None,
+        loss_scale: Input | None = None,
+        global_gradient_norm: Input | None = None,
+        update_signal: Input | None = None,
+        *,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        lambda_: float = 0.0,
+        epsilon: float = 1e-08,
+        max_norm_clip: float = 1.0,
+        do_bias_correction: Literal[0, 1] = 1,
+        weight_decay_mode: Literal[0, 1] = 0,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> AdamOptimizerOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """new_weights = weights - R (m' / (sqrt(v') + epsilon) + lambda weights), with the moments of AdamWOptimizer.
+
+        `T` counts the updates: it is 1 at the first one, and new_T is T + 1. If T is 0 or less, or `do_bias_correction`
+        is 0, then m' = m and v' = v. With weight_decay_mode 1, epsilon is added to sqrt(v), the rate is R sqrt(1 -
+        beta^T) / (1 - alpha^T), and the new weights lose R * lambda of themselves. `new_gradients` is the change of the
+        weights. `new_mixed_precision_weights` are the new weights in the dtype of `mixed_precision_weights`, or in
+        float16 without them.
+
+        Gradients are divided by `loss_scale`, or, if `global_gradient_norm` is above loss_scale * max_norm_clip, by
+        global_gradient_norm / max_norm_clip. If `update_signal` is false, nothing changes, and `new_gradients` is zero.
+        The CPU kernel of ONNX Runtime ignores these three inputs; the rules are those of its GPU kernel. Tensors of
+        weights have one shape, all other inputs one element.
+
+        R, loss_scale (optional), global_gradient_norm (optional): float32, float16, bfloat16, float64, all alike.
+        T: int64, int32.
+        weights: float32, float16, bfloat16, float64.
+        gradients: float32, float16, bfloat16, float64.
+        moment_1, moment_2: float32, float16, bfloat16, float64, all alike.
+        mixed_precision_weights (optional): float32, float16, bfloat16, float64.
+        update_signal (optional): bool.
+        Gives new_T: int64, int32. new_moment_1, new_moment_2: float32, float16, bfloat16, float64, all alike.
+            new_weights: float32, float16, bfloat16, float64. new_gradients: float32, float16, bfloat16, float64.
+            new_mixed_precision_weights: float32, float16, bfloat16, float64.
+
+        >>> server.ops.adam_optimizer(
+        ...     R=0.5,
+        ...     T=1,
+        ...     weights=[1.0, 2.0],
+        ...     gradients=[0.5, -0.5],
+        ...     moment_1=[0.0, 0.0],
+        ...     moment_2=[0.0, 0.0],
+        ...     mixed_precision_weights=[1.0, 2.0],
+        ...     loss_scale=1.0,
+        ...     global_gradient_norm=1.0,
+        ...     update_signal=True,
+        ...     alpha=0.5,
+        ...     beta=0.75,
+        ... ).new_T
+        array(2)
+        """
+        results = self._runner.run(
+            calls.run(
+                "AdamOptimizer",
+                {
+                    "R": R,
+                    "T": T,
+                    "weights": weights,
+                    "gradients": gradients,
+                    "moment_1": moment_1,
+                    "moment_2": moment_2,
+                    "mixed_precision_weights": mixed_precision_weights,
+                    "loss_scale": loss_scale,
+                    "global_gradient_norm": global_gradient_norm,
+                    "update_signal": update_signal,
+                },
+                {
+                    "alpha": alpha,
+                    "beta": beta,
+                    "lambda": lambda_,
+                    "epsilon": epsilon,
+                    "max_norm_clip": max_norm_clip,
+                    "do_bias_correction": do_bias_correction,
+                    "weight_decay_mode": weight_decay_mode,
+                },
+                gives=(
+                    "new_T",
+                    "new_moment_1",
+                    "new_moment_2",
+                    "new_weights",
+                    "new_gradients",
+                    "new_mixed_precision_weights",
+                ),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return AdamOptimizerOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    def inplace_clip_grad_norm(
+        self,
+        gradients: Mapping[str, Input],
+        *,
+        max_norm: float = 1.0,
+        norm_type: Literal["fro"] = "fro",
+        outputs: None = None,
+    ) -> InplaceClipGradNormOutputs[dict[str, Array]]: ...
+
+    @overload
+    def inplace_clip_grad_norm(
+        self,
+        gradients: Mapping[str, Input],
+        *,
+        max_norm: float = 1.0,
+        norm_type: Literal["fro"] = "fro",
+        outputs: Sequence[str],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def inplace_clip_grad_norm(
+        self,
+        gradients: Mapping[str, Input],
+        *,
+        max_norm: float = 1.0,
+        norm_type: Literal["fro"] = "fro",
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into | Mapping[str, Into]],
+        **add: Unpack[Adding],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def inplace_clip_grad_norm(
+        self,
+        gradients: Sequence[Input],
+        *,
+        max_norm: float = 1.0,
+        norm_type: Literal["fro"] = "fro",
+        outputs: None = None,
+    ) -> InplaceClipGradNormOutputs[list[Array]]: ...
+
+    @overload
+    def inplace_clip_grad_norm(
+        self,
+        gradients: Sequence[Input],
+        *,
+        max_norm: float = 1.0,
+        norm_type: Literal["fro"] = "fro",
+        outputs: Sequence[str],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def inplace_clip_grad_norm(
+        self,
+        gradients: Sequence[Input],
+        *,
+        max_norm: float = 1.0,
+        norm_type: Literal["fro"] = "fro",
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into | Mapping[str, Into]],
+        **add: Unpack[Adding],
+    ) -> dict[str, Any]: ...
+
+    def inplace_clip_grad_norm(
+        self,
+        gradients: Inputs,
+        *,
+        max_norm: float = 1.0,
+        norm_type: Literal["fro"] = "fro",
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into | Mapping[str, Into]] | None = None,
+        **add: Unpack[Adding],
+    ) -> InplaceClipGradNormOutputs[dict[str, Array]] | dict[str, Any] | InplaceClipGradNormOutputs[list[Array]]:
+        """clipped_gradients = gradients * min(max_norm / (total_norm + 1e-6), 1).
+
+        `total_norm`, a scalar that ONNX Runtime does not give, is the square root of the sum of all squares, which are
+        added in float64. A NaN makes all gradients NaN; with an infinity all others are 0, and it is NaN. Raises
+        `InvalidParameter` for a negative `max_norm`.
+
+        gradients.*: float32, float16, bfloat16, float64.
+        Gives clipped_gradients.*, total_norm: float32, float16, bfloat16, float64, all alike.
+
+        >>> server.ops.inplace_clip_grad_norm(gradients={'w': [3.0, 0.0], 'b': [4.0]}, max_norm=2.5).clipped_gradients
+        {'w': array([1.4999998, 0.       ], dtype=float32), 'b': array([1.9999996], dtype=float32)}
+        """
+        results = self._runner.run(
+            calls.grouped(
+                calls.run(
+                    "InplaceClipGradNorm",
+                    {"gradients": gradients},
+                    {"max_norm": max_norm, "norm_type": norm_type},
+                    outputs=outputs,
+                    into=into,
+                    **add,
+                ),
+                {"clipped_gradients": gradients},
+                ("clipped_gradients", "total_norm") if outputs is None else (),
+            )
+        )
+        if outputs is None and into is None:
+            return InplaceClipGradNormOutputs(**results)
+        return results
+
+    @overload
+    def reduce_all_l2(self, X: Inputs, *, into: None = None) -> Array: ...
+
+    @overload
+    def reduce_all_l2(self, X: Inputs, *, into: Into, **add: Unpack[Adding]) -> Receipt: ...
+
+    def reduce_all_l2(self, X: Inputs, *, into: Into | None = None, **add: Unpack[Adding]) -> Array | Receipt:
+        """reduced = sqrt(sum of all squares), a scalar.
+
+        The squares are added in float64, and the root is rounded once. Zero-size tensors count as nothing.
+
+        X.*: float32, float16, bfloat16, float64.
+        Gives reduced: float32, float16, bfloat16, float64.
+
+        >>> server.ops.reduce_all_l2(X={'0': [3.0], '1': [4.0]})
+        array(5., dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run("ReduceAllL2", {"X": X}, {}, into=None if into is None else {"reduced": into}, **add)
+        )
+        return results["reduced"]
 
     @overload
     def fake_quant(

@@ -14,9 +14,17 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "GatherNDGrad": {"shape": "int64", "indices": "int64"},
     "SliceGrad": {"shape": "int64", "starts": "int64", "ends": "int64", "axes": "int64", "steps": "int64"},
     "ShrunkenGather": {"indices": "int64"},
+    "SGDOptimizerV2": {"update_signal": "bool"},
+    "AdamWOptimizer": {"step": "int64", "update_signal": "bool"},
+    "AdamOptimizer": {"T": "int64", "update_signal": "bool"},
     "FakeQuantGrad": {"gradient_mask": "bool"},
 }
 """The dtypes by operator and input."""
 
-GROUPS: dict[str, tuple[str, ...]] = {}
+GROUPS: dict[str, tuple[str, ...]] = {
+    "SGDOptimizerV2": ("weights", "gradients"),
+    "AdamWOptimizer": ("weights", "gradients", "momentums_1", "momentums_2"),
+    "InplaceClipGradNorm": ("gradients",),
+    "ReduceAllL2": ("X",),
+}
 """The inputs that are groups, by operator."""
