@@ -997,6 +997,77 @@ class AsyncOps:
         return results["output"]
 
     @overload
+    async def fused_matmul(
+        self,
+        A: Input,
+        B: Input,
+        *,
+        alpha: float = 1.0,
+        transA: Literal[0, 1] = 0,
+        transB: Literal[0, 1] = 0,
+        transBatchA: Literal[0, 1] = 0,
+        transBatchB: Literal[0, 1] = 0,
+        into: None = None,
+    ) -> Array: ...
+
+    @overload
+    async def fused_matmul(
+        self,
+        A: Input,
+        B: Input,
+        *,
+        alpha: float = 1.0,
+        transA: Literal[0, 1] = 0,
+        transB: Literal[0, 1] = 0,
+        transBatchA: Literal[0, 1] = 0,
+        transBatchB: Literal[0, 1] = 0,
+        into: Into,
+        **add: Unpack[Adding],
+    ) -> Receipt: ...
+
+    async def fused_matmul(
+        self,
+        A: Input,
+        B: Input,
+        *,
+        alpha: float = 1.0,
+        transA: Literal[0, 1] = 0,
+        transB: Literal[0, 1] = 0,
+        transBatchA: Literal[0, 1] = 0,
+        transBatchB: Literal[0, 1] = 0,
+        into: Into | None = None,
+        **add: Unpack[Adding],
+    ) -> Array | Receipt:
+        """Y = alpha * A @ B, where transA and transB swap the last two dimensions of A and B first.
+
+        A [.., M, K], B [.., K, N] -> Y [.., M, N]: the dimensions before the last two broadcast. A of one dimension is
+        a row, and B of one dimension a column; Y then lacks that dimension. `transBatchA` and `transBatchB` move the
+        first dimension behind those of the batch before all else: A [M, .., K] is read as [.., M, K]. They need A and B
+        of one rank, 3 or more. Without terms, K = 0, Y is 0. float16 and bfloat16 are computed in float32 and rounded
+        once.
+
+        A, B: float32, float16, bfloat16, float64, all alike.
+        Gives Y: float32, float16, bfloat16, float64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "FusedMatMul",
+                {"A": A, "B": B},
+                {
+                    "alpha": alpha,
+                    "transA": transA,
+                    "transB": transB,
+                    "transBatchA": transBatchA,
+                    "transBatchB": transBatchB,
+                },
+                gives=("Y",),
+                into=None if into is None else {"Y": into},
+                **add,
+            )
+        )
+        return results["Y"]
+
+    @overload
     async def layer_normalization_grad(
         self,
         Y_grad: Input,
