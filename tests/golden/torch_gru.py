@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ def run(operator: str, inputs: Mapping[str, Array], attributes: Mapping[str, obj
     """
     torch.set_num_threads(1)  # every sum has one order
     X, R = inputs["X"], inputs["R"]
-    (S, N, I), (D, _, H) = X.shape, R.shape  # noqa: E741
+    I, (D, _, H) = X.shape[2], R.shape  # noqa: E741
     bias_halves = np.split(inputs["B"], 2, axis=1) if "B" in inputs else ()
     halves = dict(zip(("bias_ih", "bias_hh"), bias_halves, strict=False))
     module = torch.nn.GRU(I, H, bias=bool(halves), bidirectional=D == 2, dtype=torch.float64)
@@ -35,13 +36,7 @@ def run(operator: str, inputs: Mapping[str, Array], attributes: Mapping[str, obj
     )
     starts = {name: torch.tensor(inputs[name], requires_grad=True) for name in ("X", "H0") if name in inputs}
     steps, H0 = starts["X"], starts.get("H0")
-    if "SL" in inputs:
-        packed = pack_padded_sequence(steps, torch.tensor(inputs["SL"]), enforce_sorted=False)
-        states, HFinal = module(packed, H0)
-        states, _ = pad_packed_sequence(states, total_length=S)
-    else:
-        states, HFinal = module(steps, H0)
-    HAll = states.reshape(S, N, D, H).transpose(1, 2)
+    HAll, HFinal = through_time(module, steps, H0, inputs)
     torch.autograd.backward([HAll, HFinal], [torch.tensor(inputs[name]) for name in ("grad_HAll", "grad_Ht")])
 
     def gradient(name: str) -> Array:
@@ -51,6 +46,17 @@ def run(operator: str, inputs: Mapping[str, Array], attributes: Mapping[str, obj
     answers |= {"dW": gradient("weight_ih"), "dR": gradient("weight_hh")}
     answers |= {"dB": np.concatenate([gradient(name) for name in halves], axis=1)} if halves else {}
     return answers | {f"d{name}": start.grad.numpy() for name, start in starts.items()}
+
+
+def through_time(module: torch.nn.RNNBase, X: Any, start: Any, inputs: Mapping[str, Array]) -> tuple[Any, Any]:
+    """HAll, and what the module returns as the final states, with the lengths of SL if there."""
+    if "SL" not in inputs:
+        states, finals = module(X, start)
+    else:
+        packed = pack_padded_sequence(X, torch.tensor(inputs["SL"]), enforce_sorted=False)
+        states, finals = module(packed, start)
+        states, _ = pad_packed_sequence(states, total_length=len(X))
+    return states.unflatten(2, (-1, module.hidden_size)).transpose(1, 2), finals
 
 
 def _turned(parameter: Array) -> Array:

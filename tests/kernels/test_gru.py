@@ -26,6 +26,7 @@ from service.kernels import (
 )
 from service.kernels.gru import gru_grad, gru_training
 from tests.kernels.gru_reference import gru, gru_gradient
+from tests.kernels.recurrent import DIRECTIONS, LENGTHS, cut, pairwise
 
 train: Any = gru_training  # called with dictionaries, which the type checker cannot follow
 back: Any = gru_grad
@@ -33,8 +34,6 @@ forward: Any = gru
 backward: Any = gru_gradient
 
 OUTPUTS = ("dX", "dW", "dR", "dB", "dH0")
-DIRECTIONS = ("forward", "reverse", "bidirectional")
-LENGTHS = (None, [3, 1, 0], [2, 3, 3], [1, 2, 0], [2, 2, 2], [0, 0, 0])
 OPTIONS = list(itertools.product(DIRECTIONS, (0, 1), (True, False), (True, False), LENGTHS))
 NAMES = ("direction", "linear_before_reset", "bias", "start", "lengths")
 
@@ -44,33 +43,14 @@ every_kind = pytest.mark.parametrize(
 )
 
 
-def pairs(option: tuple[Any, ...]) -> set[Any]:
-    return set(itertools.combinations([(place, str(value)) for place, value in enumerate(option)], 2))
-
-
-def pairwise() -> list[tuple[Any, ...]]:
-    """Return a few of the options; every pair of values occurs in at least one."""
-    missing, chosen = set[Any]().union(*map(pairs, OPTIONS)), list[tuple[Any, ...]]()
-    while missing:
-        chosen.append(max(OPTIONS, key=lambda option: len(pairs(option) & missing)))
-        missing -= pairs(chosen[-1])
-    return chosen
-
-
 CUTS = [("alone", *option) for option in OPTIONS]
-CUTS += [(shared, *option) for shared in ("shared", "cut") for option in pairwise()]
+CUTS += [(shared, *option) for shared in ("shared", "cut") for option in pairwise(OPTIONS)]
 
 
 @pytest.fixture(params=["alone", "shared", "cut"])
 def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The work is cut as if it were too little for several threads, as here it is, or not, or as if it were much."""
-    if request.param != "alone":
-        monkeypatch.setattr(_recurrent_plan, "MIN_SHARED_MULTIPLY_ADDS", 0)
-    if request.param == "cut":  # a sequence in each block, 2 steps in a chunk, 1 in a piece, and a task for each gate
-        for name, value in (("CHUNK_ROWS", 1), ("MIN_CHUNK_STEPS", 2), ("BLOCK_SEQUENCES", 1)):
-            monkeypatch.setattr(_recurrent_plan, name, value)
-        for name in ("PIECE_ELEMENTS", "WIDE_HIDDEN_UNITS"):
-            monkeypatch.setattr(_recurrent_pass, name, 1)
+    cut(request.param, monkeypatch)
 
 
 def case(

@@ -48,6 +48,28 @@ class GRUGradOutputs(NamedTuple):
     dH0: Array
 
 
+class LSTMTrainingOutputs(NamedTuple):
+    """The outputs of LSTMTraining."""
+
+    HAll: Array
+    HFinal: Array
+    CFinal: Array
+    CAll: Array
+    iofc: Array
+
+
+class LSTMGradOutputs(NamedTuple):
+    """The outputs of LSTMGrad."""
+
+    dX: Array
+    dW: Array
+    dR: Array
+    dB: Array
+    dH0: Array
+    dC0: Array
+    dP: Array
+
+
 class LayerNormalizationGradOutputs(NamedTuple):
     """The outputs of LayerNormalizationGrad."""
 
@@ -1195,6 +1217,315 @@ class Ops:
             )
         )
         return results["output"]
+
+    @overload
+    def lstm_training(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        B: Input | None = None,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: None = None,
+    ) -> LSTMTrainingOutputs: ...
+
+    @overload
+    def lstm_training(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        B: Input | None = None,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def lstm_training(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        B: Input | None = None,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def lstm_training(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        B: Input | None = None,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> LSTMTrainingOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """C' = f * C + i * c and H' = o * tanh(C') at every step; iofc keeps the gates i, o, f and the candidate c.
+
+        i = sigmoid(X Wi' + H Ri' + bi + Pi * C), f = sigmoid(X Wf' + H Rf' + bf + Pf * C), c = tanh(X Wc' + H Rc' +
+        bc), and o = sigmoid(X Wo' + H Ro' + bo + Po * C'), which sees the cells of its own step.
+
+        W, R and iofc hold the gates in the order i, o, f, c, which is ONNX's. PyTorch's order is another: i, f, g, o,
+        where g is c. B holds the biases Wbi, Wbo, Wbf, Wbc, Rbi, Rbo, Rbf, Rbc, those of W before those of R, and bi is
+        Wbi + Rbi. P holds the peepholes Pi, Po, Pf.
+
+        X [S, N, I], W [D, 4H, I], R [D, 4H, H], B [D, 8H], SL [N], Ht0 and Ct0 [D, N, H], P [D, 3H] -> HAll [S, D, N,
+        H], HFinal and CFinal [D, N, H], CAll [S, D, N, H], iofc [S, D, N, 4H]. B, Ht0, Ct0 and P are zeros if left out.
+        Sequence n runs SL[n] steps, or all steps if SL is left out. Reverse turns only those steps around, and HAll,
+        CAll and iofc are zero at later steps. `hidden_size` may be left out, `activations` and `input_forget` must be
+        the default, and `clip` is refused.
+
+        X, W, R, B (optional), Ht0 (optional), Ct0 (optional), P (optional): float32, float16, bfloat16, float64, all
+            alike.
+        SL (optional): int64, int32.
+        Gives HAll, HFinal, CFinal, CAll, iofc: float32, float16, bfloat16, float64, all alike.
+
+        >>> server.ops.lstm_training(
+        ...     X=[[[1.0]], [[-0.5]]],
+        ...     W=[[[0.5], [-0.25], [1.0], [0.75]]],
+        ...     R=[[[0.25], [0.5], [-1.0], [0.5]]],
+        ...     B=[[0.0, 0.25, -0.5, 0.5, 0.0, 0.25, 0.5, -0.25]],
+        ...     SL=[2],
+        ...     Ht0=[[[0.5]]],
+        ...     Ct0=[[[-0.25]]],
+        ...     P=[[0.25, -0.5, 0.5]],
+        ... ).HAll
+        array([[[[0.21477672]]],
+        <BLANKLINE>
+        <BLANKLINE>
+               [[[0.09050155]]]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "LSTMTraining",
+                {"X": X, "W": W, "R": R, "B": B, "SL": SL, "Ht0": Ht0, "Ct0": Ct0, "P": P},
+                {
+                    "hidden_size": hidden_size,
+                    "direction": direction,
+                    "activations": activations,
+                    "clip": clip,
+                    "input_forget": input_forget,
+                },
+                gives=("HAll", "HFinal", "CFinal", "CAll", "iofc"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return LSTMTrainingOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    def lstm_grad(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        HAll: Input | None = None,
+        CAll: Input | None = None,
+        iofc: Input | None = None,
+        dHAll: Input | None = None,
+        dHFinal: Input | None = None,
+        dCFinal: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: None = None,
+    ) -> LSTMGradOutputs: ...
+
+    @overload
+    def lstm_grad(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        HAll: Input | None = None,
+        CAll: Input | None = None,
+        iofc: Input | None = None,
+        dHAll: Input | None = None,
+        dHFinal: Input | None = None,
+        dCFinal: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def lstm_grad(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        HAll: Input | None = None,
+        CAll: Input | None = None,
+        iofc: Input | None = None,
+        dHAll: Input | None = None,
+        dHFinal: Input | None = None,
+        dCFinal: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def lstm_grad(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        HAll: Input | None = None,
+        CAll: Input | None = None,
+        iofc: Input | None = None,
+        dHAll: Input | None = None,
+        dHFinal: Input | None = None,
+        dCFinal: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> LSTMGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """The gradients of LSTMTraining's inputs, from those of HAll, HFinal and CFinal: dHAll, dHFinal and dCFinal.
+
+        X [S, N, I], W [D, 4H, I], R [D, 4H, H], SL [N], Ht0 and Ct0 [D, N, H], HAll and CAll [S, D, N, H], iofc [S, D,
+        N, 4H], dHAll [S, D, N, H], dHFinal and dCFinal [D, N, H], P [D, 3H] -> dX, dW, dR, dB [D, 8H], dH0, dC0, dP, of
+        the shapes of X, W, R, B, Ht0, Ct0, P. All hold the gates in LSTMTraining's order: i, o, f, c, and dB the biases
+        of W before those of R. HAll, CAll and iofc must be LSTMTraining's outputs, and P what it had; Ht0, Ct0, P and
+        the gradients are zeros if left out. Beyond a sequence's length SL[n], dX is zero and the incoming gradients are
+        ignored. Only the requested outputs are computed. The attributes are those of LSTMTraining. Raises
+        `ShapeMismatch`, `InvalidTensor`, `InvalidParameter` and `TensorTooLarge`.
+
+        X, W, R, Ht0 (optional), Ct0 (optional), HAll, CAll, iofc, dHAll (optional), dHFinal (optional), dCFinal
+            (optional), P (optional): float32, float16, bfloat16, float64, all alike.
+        SL (optional): int64, int32.
+        Gives dX, dW, dR, dB, dH0, dC0, dP: float32, float16, bfloat16, float64, all alike.
+
+        >>> server.ops.lstm_grad(
+        ...     X=[[[1.0]], [[-0.5]]],
+        ...     W=[[[0.5], [-0.25], [1.0], [0.75]]],
+        ...     R=[[[0.25], [0.5], [-1.0], [0.5]]],
+        ...     SL=[2],
+        ...     Ht0=[[[0.5]]],
+        ...     Ct0=[[[-0.25]]],
+        ...     HAll=[[[[0.125]]], [[[0.0]]]],
+        ...     CAll=[[[[0.25]]], [[[0.0]]]],
+        ...     iofc=[[[[0.75, 0.5, 0.5, 0.5]]], [[[0.5, 0.5, 0.25, -0.25]]]],
+        ...     dHAll=[[[[1.0]]], [[[0.5]]]],
+        ...     dHFinal=[[[1.0]]],
+        ...     dCFinal=[[[0.5]]],
+        ...     P=[[0.25, -0.5, 0.5]],
+        ... ).dX
+        array([[[0.32917783]],
+        <BLANKLINE>
+               [[0.45898438]]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "LSTMGrad",
+                {
+                    "X": X,
+                    "W": W,
+                    "R": R,
+                    "SL": SL,
+                    "Ht0": Ht0,
+                    "Ct0": Ct0,
+                    "HAll": HAll,
+                    "CAll": CAll,
+                    "iofc": iofc,
+                    "dHAll": dHAll,
+                    "dHFinal": dHFinal,
+                    "dCFinal": dCFinal,
+                    "P": P,
+                },
+                {
+                    "hidden_size": hidden_size,
+                    "direction": direction,
+                    "activations": activations,
+                    "clip": clip,
+                    "input_forget": input_forget,
+                },
+                gives=("dX", "dW", "dR", "dB", "dH0", "dC0", "dP"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return LSTMGradOutputs(**results)  # type: ignore[arg-type]
+        return results
 
     @overload
     def fused_matmul(

@@ -22,6 +22,8 @@ from gradserve_client.ops import (
     InplaceClipGradNormOutputs,
     InvertibleLayerNormalizationGradOutputs,
     LayerNormalizationGradOutputs,
+    LSTMGradOutputs,
+    LSTMTrainingOutputs,
     SGDOptimizerOutputs,
     SGDOptimizerV2Outputs,
     SimplifiedLayerNormalizationGradOutputs,
@@ -995,6 +997,281 @@ class AsyncOps:
             )
         )
         return results["output"]
+
+    @overload
+    async def lstm_training(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        B: Input | None = None,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: None = None,
+    ) -> LSTMTrainingOutputs: ...
+
+    @overload
+    async def lstm_training(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        B: Input | None = None,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    async def lstm_training(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        B: Input | None = None,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    async def lstm_training(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        B: Input | None = None,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> LSTMTrainingOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """C' = f * C + i * c and H' = o * tanh(C') at every step; iofc keeps the gates i, o, f and the candidate c.
+
+        i = sigmoid(X Wi' + H Ri' + bi + Pi * C), f = sigmoid(X Wf' + H Rf' + bf + Pf * C), c = tanh(X Wc' + H Rc' +
+        bc), and o = sigmoid(X Wo' + H Ro' + bo + Po * C'), which sees the cells of its own step.
+
+        W, R and iofc hold the gates in the order i, o, f, c, which is ONNX's. PyTorch's order is another: i, f, g, o,
+        where g is c. B holds the biases Wbi, Wbo, Wbf, Wbc, Rbi, Rbo, Rbf, Rbc, those of W before those of R, and bi is
+        Wbi + Rbi. P holds the peepholes Pi, Po, Pf.
+
+        X [S, N, I], W [D, 4H, I], R [D, 4H, H], B [D, 8H], SL [N], Ht0 and Ct0 [D, N, H], P [D, 3H] -> HAll [S, D, N,
+        H], HFinal and CFinal [D, N, H], CAll [S, D, N, H], iofc [S, D, N, 4H]. B, Ht0, Ct0 and P are zeros if left out.
+        Sequence n runs SL[n] steps, or all steps if SL is left out. Reverse turns only those steps around, and HAll,
+        CAll and iofc are zero at later steps. `hidden_size` may be left out, `activations` and `input_forget` must be
+        the default, and `clip` is refused.
+
+        X, W, R, B (optional), Ht0 (optional), Ct0 (optional), P (optional): float32, float16, bfloat16, float64, all
+            alike.
+        SL (optional): int64, int32.
+        Gives HAll, HFinal, CFinal, CAll, iofc: float32, float16, bfloat16, float64, all alike.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "LSTMTraining",
+                {"X": X, "W": W, "R": R, "B": B, "SL": SL, "Ht0": Ht0, "Ct0": Ct0, "P": P},
+                {
+                    "hidden_size": hidden_size,
+                    "direction": direction,
+                    "activations": activations,
+                    "clip": clip,
+                    "input_forget": input_forget,
+                },
+                gives=("HAll", "HFinal", "CFinal", "CAll", "iofc"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return LSTMTrainingOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    async def lstm_grad(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        HAll: Input | None = None,
+        CAll: Input | None = None,
+        iofc: Input | None = None,
+        dHAll: Input | None = None,
+        dHFinal: Input | None = None,
+        dCFinal: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: None = None,
+    ) -> LSTMGradOutputs: ...
+
+    @overload
+    async def lstm_grad(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        HAll: Input | None = None,
+        CAll: Input | None = None,
+        iofc: Input | None = None,
+        dHAll: Input | None = None,
+        dHFinal: Input | None = None,
+        dCFinal: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    async def lstm_grad(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        HAll: Input | None = None,
+        CAll: Input | None = None,
+        iofc: Input | None = None,
+        dHAll: Input | None = None,
+        dHFinal: Input | None = None,
+        dCFinal: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    async def lstm_grad(
+        self,
+        X: Input,
+        W: Input,
+        R: Input,
+        SL: Input | None = None,
+        Ht0: Input | None = None,
+        Ct0: Input | None = None,
+        HAll: Input | None = None,
+        CAll: Input | None = None,
+        iofc: Input | None = None,
+        dHAll: Input | None = None,
+        dHFinal: Input | None = None,
+        dCFinal: Input | None = None,
+        P: Input | None = None,
+        *,
+        hidden_size: int | None = None,
+        direction: Literal["forward", "reverse", "bidirectional"] = "forward",
+        activations: Sequence[str] | None = None,
+        clip: float | None = None,
+        input_forget: int = 0,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> LSTMGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """The gradients of LSTMTraining's inputs, from those of HAll, HFinal and CFinal: dHAll, dHFinal and dCFinal.
+
+        X [S, N, I], W [D, 4H, I], R [D, 4H, H], SL [N], Ht0 and Ct0 [D, N, H], HAll and CAll [S, D, N, H], iofc [S, D,
+        N, 4H], dHAll [S, D, N, H], dHFinal and dCFinal [D, N, H], P [D, 3H] -> dX, dW, dR, dB [D, 8H], dH0, dC0, dP, of
+        the shapes of X, W, R, B, Ht0, Ct0, P. All hold the gates in LSTMTraining's order: i, o, f, c, and dB the biases
+        of W before those of R. HAll, CAll and iofc must be LSTMTraining's outputs, and P what it had; Ht0, Ct0, P and
+        the gradients are zeros if left out. Beyond a sequence's length SL[n], dX is zero and the incoming gradients are
+        ignored. Only the requested outputs are computed. The attributes are those of LSTMTraining. Raises
+        `ShapeMismatch`, `InvalidTensor`, `InvalidParameter` and `TensorTooLarge`.
+
+        X, W, R, Ht0 (optional), Ct0 (optional), HAll, CAll, iofc, dHAll (optional), dHFinal (optional), dCFinal
+            (optional), P (optional): float32, float16, bfloat16, float64, all alike.
+        SL (optional): int64, int32.
+        Gives dX, dW, dR, dB, dH0, dC0, dP: float32, float16, bfloat16, float64, all alike.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "LSTMGrad",
+                {
+                    "X": X,
+                    "W": W,
+                    "R": R,
+                    "SL": SL,
+                    "Ht0": Ht0,
+                    "Ct0": Ct0,
+                    "HAll": HAll,
+                    "CAll": CAll,
+                    "iofc": iofc,
+                    "dHAll": dHAll,
+                    "dHFinal": dHFinal,
+                    "dCFinal": dCFinal,
+                    "P": P,
+                },
+                {
+                    "hidden_size": hidden_size,
+                    "direction": direction,
+                    "activations": activations,
+                    "clip": clip,
+                    "input_forget": input_forget,
+                },
+                gives=("dX", "dW", "dR", "dB", "dH0", "dC0", "dP"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return LSTMGradOutputs(**results)  # type: ignore[arg-type]
+        return results
 
     @overload
     async def fused_matmul(

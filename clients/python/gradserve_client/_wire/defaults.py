@@ -14,6 +14,8 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "GatherNDGrad": {"shape": "int64", "indices": "int64"},
     "SliceGrad": {"shape": "int64", "starts": "int64", "ends": "int64", "axes": "int64", "steps": "int64"},
     "ShrunkenGather": {"indices": "int64"},
+    "LSTMTraining": {"SL": "int64"},
+    "LSTMGrad": {"SL": "int64"},
     "SGDOptimizerV2": {"update_signal": "bool"},
     "AdamWOptimizer": {"step": "int64", "update_signal": "bool"},
     "AdamOptimizer": {"T": "int64", "update_signal": "bool"},
