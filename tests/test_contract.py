@@ -224,7 +224,8 @@ def test_an_attribute_takes_its_type_only(client: httpx.Client, operator: Operat
         wrong = ["nonsense"] if attribute.minimum is None else ["nonsense", attribute.minimum - 1]
         for one in wrong:
             answer = post(client, operator, **{attribute.name: one})
-            problem = assert_problem(answer, 422, "invalid_parameter", attribute.name, f"'{one}'")
+            told = f"but is {one}" if attribute.is_list and isinstance(one, int) else f"'{one}'"
+            problem = assert_problem(answer, 422, "invalid_parameter", attribute.name, told)
             assert problem["parameter"] == attribute.name
         if attribute.required:
             rest = {name: one for name, one in operator.example_attributes.items() if name != attribute.name}

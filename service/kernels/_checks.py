@@ -27,6 +27,12 @@ def same_shapes(**tensors: Array) -> None:
             raise ShapeMismatch(problem, tensor=other)
 
 
+def check_shape(name: str, tensor: Array | None, *shape: int) -> None:
+    """Raise `ShapeMismatch` if there is a tensor, and it has another shape."""
+    if tensor is not None and tensor.shape != shape:
+        raise ShapeMismatch(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}", tensor=name)
+
+
 def same_members(**groups: Mapping[str, Array]) -> None:
     """Raise unless all groups have the names and the shapes of the first."""
     (group, first), *rest = groups.items()

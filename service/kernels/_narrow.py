@@ -6,10 +6,12 @@ results below 6e-5, where float16 has fewer digits, it takes twenty times as lon
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 
-from service.dtypes import FLOAT16, FLOAT32, Array
-from service.kernels._blocks import scratch
+from service.dtypes import FLOAT16, FLOAT32, Array, DType, compute_dtype
+from service.kernels._blocks import claim, new_output, scratch, spare_memory
 
 INT32 = np.dtype(np.int32)
 UINT16 = np.dtype(np.uint16)
@@ -97,3 +99,29 @@ def _round(wide: Array, power: Array) -> None:
     np.right_shift(power_bits, FRACTION_BITS, out=power_bits)
     np.add(bits, power_bits, out=bits)
     np.subtract(bits, LEAST_POWER_BITS, out=bits)
+
+
+def widen_tensor(tensor: Array) -> Array:
+    """Return the tensor row-major, as float32 if it has 16-bit floats."""
+    dtype = compute_dtype(tensor.dtype)
+    if tensor.dtype != dtype:
+        claim(tensor.size * dtype.itemsize)
+    return np.ascontiguousarray(tensor, dtype)
+
+
+def compute_wide(
+    shapes: Mapping[str, tuple[int, ...]], dtype: DType, compute: Callable[[dict[str, Array]], object]
+) -> dict[str, Array]:
+    """Return outputs of these names and shapes, which `compute` fills. It gets float32 memory for 16-bit floats.
+
+    NumPy makes no floating-point warnings meanwhile.
+    """
+    outputs: dict[str, Array] = {name: new_output(None, shape, dtype) for name, shape in shapes.items()}
+    wide = compute_dtype(dtype)
+    memory = {name: one if dtype == wide else spare_memory(one.shape, wide) for name, one in outputs.items()}
+    with np.errstate(all="ignore"):
+        compute(memory)
+        for name, output in outputs.items():
+            if output is not memory[name]:
+                output[...] = memory[name]
+    return outputs

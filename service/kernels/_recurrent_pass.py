@@ -21,9 +21,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from service.dtypes import Array, DType, compute_dtype
-from service.kernels._blocks import claim, new_output, scratch, spare_memory
-from service.kernels._recurrent_plan import Plan, check_shape
+from service.dtypes import Array
+from service.kernels._blocks import scratch, spare_memory
+from service.kernels._checks import check_shape
+from service.kernels._narrow import compute_wide, widen_tensor
+from service.kernels._recurrent_plan import Plan
 from service.kernels._tasks import Tasks
 
 PIECE_ELEMENTS = 1 << 16
@@ -48,23 +50,11 @@ def run_pass(
     """
     for name, tensor in inputs.items():
         check_shape(name, tensor, *plan.shapes[name])
-    dtype = compute_dtype(inputs["X"].dtype)
-    computed = [name for name in outputs.split() if name in wanted or name in kind.starts]
-    made: dict[str, Array] = {name: new_output(None, plan.shapes[name], inputs["X"].dtype) for name in computed}
-    memory = {name: one if one.dtype == dtype else spare_memory(one.shape, dtype) for name, one in made.items()}
-    widened = {name: tensor if tensor is None else _widen(tensor, dtype) for name, tensor in inputs.items()}
-    with np.errstate(all="ignore"):
-        kind(plan, widened, memory, **options).run()
-        for name in [name for name, one in made.items() if one is not memory[name]]:
-            made[name][...] = memory[name]
+    given = inputs["X"].dtype
+    widened = {name: tensor if tensor is None else widen_tensor(tensor) for name, tensor in inputs.items()}
+    shapes = {name: plan.shapes[name] for name in outputs.split() if name in wanted or name in kind.starts}
+    made = compute_wide(shapes, given, lambda memory: kind(plan, widened, memory, **options).run())
     return tuple(made[name] if name in wanted else None for name in outputs.split())
-
-
-def _widen(tensor: Array, dtype: DType) -> Array:
-    """Return the tensor row-major and as `dtype`."""
-    if tensor.dtype != dtype:
-        claim(tensor.size * dtype.itemsize)
-    return np.ascontiguousarray(tensor, dtype)
 
 
 class Pass(ABC):

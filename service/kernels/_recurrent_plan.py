@@ -11,6 +11,7 @@ import numpy as np
 
 from service.dtypes import Array
 from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
+from service.kernels._checks import check_shape
 from service.kernels._recurrent_rows import EvenRows, RaggedRows
 
 BLOCK_SEQUENCES = 32
@@ -185,9 +186,3 @@ def _check_lengths(SL: Array, S: int, N: int) -> None:
 
 def _invalid(name: str, value: object, expected: str) -> InvalidParameter:
     return InvalidParameter(f"{name} is {shown(value)}, but must be {expected}", parameter=name)
-
-
-def check_shape(name: str, tensor: Array | None, *shape: int) -> None:
-    """Raise `ShapeMismatch` if there is a tensor, and it has another shape."""
-    if tensor is not None and tensor.shape != shape:
-        raise ShapeMismatch(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}", tensor=name)

@@ -30,6 +30,22 @@ class BroadcastGradientArgsOutputs(NamedTuple):
     B_axes: Array
 
 
+class ConvGradOutputs(NamedTuple):
+    """The outputs of ConvGrad."""
+
+    dX: Array
+    dW: Array
+    dB: Array
+
+
+class ConvTransposeGradOutputs(NamedTuple):
+    """The outputs of ConvTransposeGrad."""
+
+    dX: Array
+    dW: Array
+    dB: Array
+
+
 class GRUTrainingOutputs(NamedTuple):
     """The outputs of GRUTraining."""
 
@@ -491,6 +507,231 @@ class Ops:
         if outputs is None:
             return BroadcastGradientArgsOutputs(**results)  # type: ignore[arg-type]
         return results  # type: ignore[return-value]
+
+    @overload
+    def conv_grad(
+        self,
+        dY: Input,
+        X: Input,
+        W: Input,
+        *,
+        kernel_shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        group: int = 1,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        outputs: None = None,
+    ) -> ConvGradOutputs: ...
+
+    @overload
+    def conv_grad(
+        self,
+        dY: Input,
+        X: Input,
+        W: Input,
+        *,
+        kernel_shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        group: int = 1,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def conv_grad(
+        self,
+        dY: Input,
+        X: Input,
+        W: Input,
+        *,
+        kernel_shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        group: int = 1,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def conv_grad(
+        self,
+        dY: Input,
+        X: Input,
+        W: Input,
+        *,
+        kernel_shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        group: int = 1,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> ConvGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """dX, dW and dB are the gradients of X, W and B in Y = Conv(X, W, B), from that of Y.
+
+        dY [N, M, out...], X [N, C, in...], W [M, C / group, k...] -> dX, dW, of the shapes of X and W, and dB [M], for
+        any number of spatial axes. `strides` and `dilations` have a number for each of them, 1 by default. `pads` has
+        those before each axis, then those after, 0 by default. `kernel_shape` is that of W. out = floor((in + pads - (k
+        - 1) * dilation - 1) / stride) + 1. `auto_pad` may set the pads, as in ONNX's Conv: SAME_UPPER and SAME_LOWER
+        give out = ceil(in / stride). Without images or channels, the gradients are zeros. The padding is zeros, so NaN
+        and infinities may reach more elements of dX and dW than they touch. Only the requested outputs are computed.
+
+        dY, X, W: float32, float16, bfloat16, float64, all alike.
+        Gives dX, dW, dB: float32, float16, bfloat16, float64, all alike.
+
+        >>> server.ops.conv_grad(
+        ...     dY=[[[[1.0, 2.0], [3.0, 4.0]]]],
+        ...     X=[[[[1.0, 0.0, 2.0], [0.0, 1.0, 0.5], [1.0, 1.0, 0.0]]]],
+        ...     W=[[[[1.0, 0.0], [0.5, -1.0]]]],
+        ... ).dX
+        array([[[[ 1. ,  2. ,  0. ],
+                 [ 3.5,  4. , -2. ],
+                 [ 1.5, -1. , -4. ]]]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "ConvGrad",
+                {"dY": dY, "X": X, "W": W},
+                {
+                    "kernel_shape": kernel_shape,
+                    "strides": strides,
+                    "pads": pads,
+                    "dilations": dilations,
+                    "group": group,
+                    "auto_pad": auto_pad,
+                },
+                gives=("dX", "dW", "dB"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return ConvGradOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    def conv_transpose_grad(
+        self,
+        dY: Input,
+        X: Input,
+        W: Input,
+        *,
+        kernel_shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        group: int = 1,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        output_padding: Sequence[int] | None = None,
+        output_shape: Sequence[int] | None = None,
+        outputs: None = None,
+    ) -> ConvTransposeGradOutputs: ...
+
+    @overload
+    def conv_transpose_grad(
+        self,
+        dY: Input,
+        X: Input,
+        W: Input,
+        *,
+        kernel_shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        group: int = 1,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        output_padding: Sequence[int] | None = None,
+        output_shape: Sequence[int] | None = None,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def conv_transpose_grad(
+        self,
+        dY: Input,
+        X: Input,
+        W: Input,
+        *,
+        kernel_shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        group: int = 1,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        output_padding: Sequence[int] | None = None,
+        output_shape: Sequence[int] | None = None,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def conv_transpose_grad(
+        self,
+        dY: Input,
+        X: Input,
+        W: Input,
+        *,
+        kernel_shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        group: int = 1,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        output_padding: Sequence[int] | None = None,
+        output_shape: Sequence[int] | None = None,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> ConvTransposeGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """dX, dW and dB are the gradients of X, W and B in Y = ConvTranspose(X, W, B), from that of Y.
+
+        dY [N, M, out...], X [N, C, in...], W [C, M / group, k...] -> dX, dW, of the shapes of X and W, and dB [M]. out
+        = (in - 1) * stride + output_padding + (k - 1) * dilation + 1 - pads, with the attributes of ConvGrad.
+        `output_padding` is 0 by default. `output_shape`, if given, is out; SAME_UPPER and SAME_LOWER give at most out =
+        in * stride. Both set the pads. ONNX Runtime has no such kernel. Zeros, NaN and `wanted` are as in ConvGrad.
+
+        dY, X, W: float32, float16, bfloat16, float64, all alike.
+        Gives dX, dW, dB: float32, float16, bfloat16, float64, all alike.
+
+        >>> server.ops.conv_transpose_grad(
+        ...     dY=[[[[1.0, 0.0, 2.0], [0.0, 1.0, 0.5], [1.0, 1.0, 0.0]]]],
+        ...     X=[[[[1.0, 2.0], [3.0, 4.0]]]],
+        ...     W=[[[[1.0, 0.0], [0.5, -1.0]]]],
+        ... ).dX
+        array([[[[ 0. ,  0. ],
+                 [-0.5,  1.5]]]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "ConvTransposeGrad",
+                {"dY": dY, "X": X, "W": W},
+                {
+                    "kernel_shape": kernel_shape,
+                    "strides": strides,
+                    "pads": pads,
+                    "dilations": dilations,
+                    "group": group,
+                    "auto_pad": auto_pad,
+                    "output_padding": output_padding,
+                    "output_shape": output_shape,
+                },
+                gives=("dX", "dW", "dB"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return ConvTransposeGradOutputs(**results)  # type: ignore[arg-type]
+        return results
 
     @overload
     def dropout_grad(
