@@ -23,7 +23,7 @@ from service.buffers.specs import RULES
 from service.dtypes import DTYPES
 from service.errors import BufferCorrupt, StoreFailed
 
-FORMAT = 5
+FORMAT = 6
 """The number of the format of all stores. Every change of what they hold raises it, and it never goes back."""
 
 FINGERPRINT_BYTES = 16

@@ -14,7 +14,7 @@ import pytest
 from service.buffers import failpoints
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_push, unpack_record
-from service.buffers.postgres import PostgresStore, compactor, deltas, transaction, writer
+from service.buffers.postgres import PostgresStore, batch, blobs, compactor, deltas, janitor, transaction, writer
 from service.buffers.postgres.pushes import values_of
 from tests.buffers.stores import PATIENCE, SMALL_CHUNK
 
@@ -68,6 +68,12 @@ class Schema:
         ]
         assert any([self.ask(cut, pattern) for cut in cuts])
 
+    def tables(self) -> dict[str, int]:
+        """Return the names of the tables of blobs, and their bytes on the disk."""
+        query = "select inhrelid::regclass::text, pg_total_relation_size(inhrelid) from pg_inherits"
+        found = self.ask(f"{query} where inhparent = 'chunks'::regclass")
+        return {name: size for name, size in found if size is not None}  # else it has just been dropped
+
     def faults(self) -> list[str]:
         """Return what nothing refers to, or what is missing, while no store works."""
         rows = self.ask("select name, record, expires, due from buffers")
@@ -94,6 +100,12 @@ class Schema:
         return faults
 
 
+def more_rows(query: str) -> str:
+    """Return the statement that puts the rows of a query into the first table of blobs."""
+    table = "(select min(tableoid)::regclass::text from chunks)"
+    return f"do $$ begin execute 'insert into ' || {table} || $rows$ {query} $rows$; end $$"
+
+
 class Once:
     """An action at the first hit of a failpoint."""
 
@@ -107,6 +119,14 @@ class Once:
             self.times += 1
             if self.times == 1:
                 self._action()
+
+
+def part_tables(patch: pytest.MonkeyPatch, nbytes: int = 1) -> None:
+    """Begin a table after so many bytes, by default with each blob. The janitor may drop it at once."""
+    patch.setattr(blobs, "TABLE_BYTES", nbytes)
+    for module in (blobs, batch, compactor, janitor):
+        patch.setattr(module, "FREED_SECONDS", 0.0)
+    patch.setattr(janitor, "ROUND_SECONDS", 0.02)
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ def tables_of(schema: Schema) -> dict[str, object]:
 
     An unlogged table holds nothing that counts: a crash empties it. Nor do options, which are about room and speed.
     """
-    no_partition = "!~ '^keys_[0-9]'"
+    no_partition = "!~ '^(keys|chunks)_[0-9]'"
     own = f"nspname = current_schema() and relname {no_partition} and relpersistence = 'p'"
     return {
         "columns": schema.ask(

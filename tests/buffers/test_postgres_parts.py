@@ -13,9 +13,10 @@ from service.buffers.batches import Batches
 from service.buffers.changes import Add, Take, Zero
 from service.buffers.perform import Outcome, Request, Wide
 from service.buffers.postgres import PostgresStore, batch, janitor, writer
+from service.buffers.postgres.deltas import Turns
 from service.errors import BufferCorrupt, StoreFull
 from tests.buffers.calls import PUSH_SECONDS, add, create, do, key, ones, part, send_part, state, value
-from tests.buffers.postgres import Once, Schema, until
+from tests.buffers.postgres import Once, Schema, part_tables, until
 from tests.buffers.stores import PATIENCE, Clock, Gate
 from tests.network import Network
 
@@ -223,9 +224,8 @@ def test_the_last_part_moves_no_bytes(schema: Schema, size: int, count: int) -> 
 
 
 def test_the_janitor_forgets_pushes_in_time(schema: Schema, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.02)
+    part_tables(monkeypatch)
     monkeypatch.setattr(janitor, "PUSHES_AT_ONCE", 2)
-    monkeypatch.setattr(janitor, "FREED_SECONDS", 0.0)
     stores = [schema.open(clock=clock), schema.open(clock=clock)]
     create(stores[0], "a", "b", shape=(LARGE,))
     for number in range(5):
@@ -257,7 +257,7 @@ def test_the_janitor_leaves_a_push_that_is_completed_just_now(
 
     def forget() -> None:
         clock.advance(PUSH_SECONDS)
-        other = janitor.Janitor(store._database, max_bytes=1 << 30, key_seconds=PUSH_SECONDS)
+        other = janitor.Janitor(store._database, Turns(), max_bytes=1 << 30, key_seconds=PUSH_SECONDS)
         other.close()
         other._forget_pushes(clock.now)
         left.extend(name for (name,) in schema.ask("select id from pushes"))

@@ -12,8 +12,10 @@ from psycopg import errors
 from service.buffers import batches
 from service.buffers.changes import Add
 from service.buffers.perform import Outcome, Request
-from service.buffers.postgres import PostgresStore, deltas, writer
+from service.buffers.postgres import PostgresStore, deltas
+from service.buffers.postgres.blobs import Blobs
 from service.buffers.postgres.connections import Database
+from service.buffers.postgres.deltas import Payload, Turns
 from service.buffers.postgres.exchange import Connection, Statement
 from service.buffers.postgres.statements import COMMIT
 from tests.buffers.calls import add, create, ones, value
@@ -115,15 +117,17 @@ def test_a_small_add_waits_for_one_large_request_of_another_namespace(
 def test_gradients_that_are_staged_do_not_delay_those_of_another_namespace(
     store: PostgresStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual, go_on = deltas.write_blobs, threading.Event()
+    usual, go_on = Blobs.write, threading.Event()
 
-    def write(connection: Connection, payloads: Iterable[tuple[int, deltas.Payload]], turns: deltas.Turns) -> None:
+    def write(
+        self: Blobs, connection: Connection, payloads: Iterable[tuple[int, Payload]], turns: Turns | None = None
+    ) -> None:
         all_payloads = [*payloads]
         if len(all_payloads) > 1:
             assert go_on.wait(PATIENCE)
-        usual(connection, all_payloads, turns)
+        usual(self, connection, all_payloads, turns)
 
-    monkeypatch.setattr(writer, "write_blobs", write)
+    monkeypatch.setattr(Blobs, "write", write)
     one, other = store.within("one"), store.within("other")
     create(one, *NAMES, shape=(LARGE,))
     create(other, "w", shape=(LARGE,))

@@ -69,6 +69,8 @@ class Batch:
         self.now = 0.0
         self.may_be_committed = False
         """Whether an attempt may be: then only the same batch may be made again, for its mark says whether it is."""
+        self._claimed: ResultRows = []
+        """The staged blobs, and their bytes."""
         self._mark = os.urandom(16)  # a key of the transaction's own: whether it was committed
 
     def lock(self, database: Database, connection: Connection, key_seconds: float) -> Found | None:
@@ -110,7 +112,7 @@ class Batch:
                 sql.TIME(clock),
             ]
         )
-        _, _, _, _, keys, _, counts, rows, claimed, staged, ((self.now, standbys),) = said
+        _, _, _, _, keys, _, counts, rows, self._claimed, staged, ((self.now, standbys),) = said
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
         if self._mark in known:
             connection.execute("rollback")
@@ -121,7 +123,7 @@ class Batch:
         self.may_be_committed = False
         if database.replicated and not standbys:
             raise NoStandbyError("its synchronous_standby_names are empty")
-        if blobs and claimed != [(len(blobs),)]:
+        if len(self._claimed) < len(blobs):
             raise StagedLostError
         pushes.values = {value for (value,) in staged}
         if any(packed is None for _, _, packed, _ in rows):
@@ -133,7 +135,7 @@ class Batch:
         """Write the changes and commit."""
         changes = self.changes
         used = {delta.blob for deltas in changes.deltas.values() for delta in deltas}
-        unused = [blob for one in self.submissions for blob in one.staged.values() if blob not in used]
+        unused = [claimed for claimed in self._claimed if claimed[0] not in used]
         gone = [name for name, stored in changes.records.items() if stored is None and found.records[name] is not None]
         put = [(*name, *_row(stored)) for name, stored in changes.records.items() if stored is not None]
         deltas = [delta for deltas in changes.deltas.values() for delta in deltas if delta.staged is None]
@@ -152,7 +154,7 @@ class Batch:
                     sql.INSERT(*columns(deltas, 9)) if deltas else None,
                     MOVE(*columns(moved, 4)) if moved else None,
                     sql.FREE(changes.freed, None, FREED_SECONDS) if changes.freed else None,
-                    sql.STAGE(0.0, unused) if unused else None,
+                    sql.STAGE(0.0, *columns(unused, 2)) if unused else None,
                     *put_pushes(changes.pushes),
                     sql.REMEMBER(self.now, *columns([*keys, (self._mark, "", b"")], 3)) if changes else None,
                     sql.FORGET_MARKS(*columns(old, 2)) if changes and old else None,

@@ -7,7 +7,7 @@ order as every reader.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -15,8 +15,9 @@ import numpy as np
 import psycopg
 
 from service.buffers.names import BufferName
+from service.buffers.postgres.blobs import Blobs
 from service.buffers.postgres.connections import Database
-from service.buffers.postgres.deltas import Delta, Turns, complete, delta_of, payload_of, stream, total, write_blobs
+from service.buffers.postgres.deltas import Delta, Turns, complete, delta_of, payload_of, stream, total
 from service.buffers.postgres.exchange import Connection, columns
 from service.buffers.postgres.schema import FREED_SECONDS, ROW_BYTES
 from service.buffers.postgres.statements import DELTAS_OF, FREE, INSERT, LEASE, LOCKED
@@ -68,8 +69,8 @@ class _OvertakenError(Exception):
 class Compactor:
     """The compactor thread. It ends with `close`."""
 
-    def __init__(self, database: Database, next_id: Callable[[], int], allocate: Allocate, turns: Turns) -> None:
-        self._database, self._next_id, self._allocate, self._turns = database, next_id, allocate, turns
+    def __init__(self, database: Database, blobs: Blobs, allocate: Allocate, turns: Turns) -> None:
+        self._database, self._blobs, self._allocate, self._turns = database, blobs, allocate, turns
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="gradserve-compactor")
         self._waiting: set[int] = set()
         """The values that wait: each waits once, however many gradients it gets meanwhile."""
@@ -98,7 +99,7 @@ class Compactor:
 
     def _make(self, connection: Connection, fold: Fold) -> None:
         name, spec, value = fold
-        leased, count = connection.exchange([LEASE(value & 0x7FFFFFFF), DELTAS_OF(value)])
+        leased, count = connection.exchange([LEASE(value), DELTAS_OF(value)])
         if leased == [(False,)] or count < [(2,)]:
             return  # another process folds the value, or has
         seqs: list[int] = []
@@ -109,9 +110,9 @@ class Compactor:
                 yield delta
 
         payload = payload_of(total(connection, spec, noted(), self._allocate))
-        blob = self._next_id() if payload.nbytes > ROW_BYTES else None
+        blob = self._blobs.new(payload.nbytes) if payload.nbytes > ROW_BYTES else None
         if blob is not None:
-            write_blobs(connection, [(blob, payload)], self._turns)
+            self._blobs.write(connection, [(blob, payload)], self._turns)
         _, gone = connection.exchange([LOCKED(*name), FREE([value], seqs[-1], FREED_SECONDS)])
         if gone != [(len(seqs),)]:
             raise _OvertakenError  # the value has been freed: otherwise it only grows while it is leased

@@ -14,21 +14,19 @@ from typing import NamedTuple
 
 import numpy as np
 import orjson
+from psycopg.errors import DataCorrupted, UndefinedTable
 
 from service.buffers.gradients import Dense, Gradient, add_whole
 from service.buffers.postgres.exchange import Connection
-from service.buffers.postgres.schema import ROW_BYTES
+from service.buffers.postgres.schema import ROW_BYTES, table_of
 from service.buffers.postgres.statements import OPEN_DELTAS, ROWS_AT_ONCE
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
 from service.dtypes import DTYPES, NAMES, Array
 from service.errors import BufferCorrupt, ShapeMismatch
 
-_COPY_HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+COPY_HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 """The head of a binary COPY, without flags."""
-
-_ROW = struct.Struct("!hiqiii")
-"""A row of `chunks` up to its data: three fields; blob, number and data, each with its length before it."""
 
 _FOUND = struct.Struct("!hi")
 """A row of one field up to its data."""
@@ -129,18 +127,6 @@ class Turns:
                 self._made.wait(TURN_SECONDS)
 
 
-def write_blobs(connection: Connection, payloads: Iterable[tuple[int, Payload]], turns: Turns | None = None) -> None:
-    """Write the numbers of each payload under its blob's id. Give way at the `turns`."""
-    with connection.cursor().copy("copy chunks from stdin (format binary)") as copy:
-        copy.write(_COPY_HEAD)
-        for blob, payload in payloads:
-            for number, data in enumerate(payload.pieces()):
-                copy.write(_ROW.pack(3, 8, blob, 4, number, len(data)) + data)
-                if turns is not None and (number + 1) % (TURN_BYTES // ROW_BYTES) == 0:
-                    turns.wait()
-        copy.write(b"\xff\xff")
-
-
 @contextmanager
 def _checked(value: int) -> Iterator[None]:
     """Raise `BufferCorrupt` for what no version has stored as a gradient of the value."""
@@ -183,10 +169,12 @@ def _rows(connection: Connection, delta: Delta) -> Iterator[tuple[int, Array | N
     Raises `BufferCorrupt` behind the last row if they are not those of the delta.
     """
     found, is_whole = 0, True
-    query = "copy (select data from chunks where blob = %s order by number) to stdout (format binary)"
-    with connection.cursor().copy(query, (delta.blob,)) as copy:
+    query = (
+        f"copy (select data from {table_of(delta.blob or 0)} where blob = %s order by number) to stdout (format binary)"
+    )
+    with _noticed(), connection.cursor().copy(query.encode(), (delta.blob,)) as copy:
         for place, row in enumerate(copy):
-            start = 0 if place else len(_COPY_HEAD)
+            start = 0 if place else len(COPY_HEAD)
             count, length = _FOUND.unpack_from(row, start) if len(row) - start >= _FOUND.size else (_END, 0)
             if count == _END:
                 continue
@@ -199,6 +187,15 @@ def _rows(connection: Connection, delta: Delta) -> Iterator[tuple[int, Array | N
         raise BufferCorrupt(
             f"The blob {delta.blob} is damaged in the database: {found} of {delta.nbytes} bytes are whole"
         )
+
+
+@contextmanager
+def _noticed() -> Iterator[None]:
+    """Raise `DataCorrupted` if the table of a blob is missing, as the database does for a page."""
+    try:
+        yield
+    except UndefinedTable as error:
+        raise DataCorrupted(str(error)) from None
 
 
 def read_numbers(connection: Connection, delta: Delta) -> Array:

@@ -13,7 +13,9 @@ import orjson
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_push, unpack_record
 from service.buffers.perform import Outcome, Request
+from service.buffers.postgres.blobs import Blobs, drop_free, movable
 from service.buffers.postgres.connections import HANGING_SECONDS, Database
+from service.buffers.postgres.deltas import Turns
 from service.buffers.postgres.failures import as_operator_error, retried
 from service.buffers.postgres.pushes import OVERDUE, values_of
 from service.buffers.postgres.readonly import opened_readonly
@@ -29,7 +31,6 @@ from service.buffers.postgres.statements import (
     KEY_BYTES,
     NOW,
     PUT_COUNTS,
-    SWEEP,
     USED,
 )
 from service.buffers.room import check_keys, check_staged, room_for, store_full
@@ -45,9 +46,6 @@ ROUNDS_AT_REST = 20
 
 TURN_SECONDS = 1
 """How long the janitor waits for a lock before which all adds wait: it tries again in the next round."""
-
-BLOBS_AT_ONCE = 200
-"""Blobs that a transaction deletes."""
 
 EXPIRED_AT_ONCE = 200
 """Expired buffers that a transaction deletes."""
@@ -65,8 +63,9 @@ BYTES_PER_KEY = 120
 class Janitor:
     """The janitor thread. It begins at once, and ends with `close`."""
 
-    def __init__(self, database: Database, *, max_bytes: int, key_seconds: float) -> None:
+    def __init__(self, database: Database, turns: Turns, *, max_bytes: int, key_seconds: float) -> None:
         self._database, self._max_bytes, self._key_seconds = database, max_bytes, key_seconds
+        self._turns, self._blobs = turns, Blobs(database)
         self._used = 0
         self._key_bytes: dict[str, int] = {}
         self._closed = threading.Event()
@@ -113,13 +112,14 @@ class Janitor:
             with _guarded():
                 while work() and not self._closed.is_set():
                     pass
-        self._learn_counts()
+        if self._has_counted():
+            self._move()
 
-    def _learn_counts(self) -> None:
+    def _has_counted(self) -> bool:
         """Learn the bytes in use from the janitor that has counted them last, or count them for all."""
         with self._database.transaction(durable=False) as connection:
             alone, rows = connection.exchange([COUNTS_ALONE(), COUNTED()])
-            if alone == [(True,)] and not any(is_fresh for *_, is_fresh in rows):
+            if counts := alone == [(True,)] and not any(is_fresh for *_, is_fresh in rows):
                 began = time.monotonic()
                 ((used,),) = connection.ask(USED())
                 of_keys: dict[str, int] = dict(connection.ask(KEY_BYTES(BYTES_PER_KEY)))
@@ -127,11 +127,19 @@ class Janitor:
                 rows = connection.ask(PUT_COUNTS(used, orjson.dumps(of_keys).decode(), rest))
         for used, key_bytes, _ in rows:
             self._used, self._key_bytes = used, orjson.loads(key_bytes)
+        return counts
 
     def _sweep(self) -> bool:
-        """Delete some unowned blobs. Return whether there may be more."""
-        with self._database.transaction(durable=False) as connection:
-            return connection.ask(SWEEP(BLOBS_AT_ONCE)) != [(0,)]
+        """Drop the tables whose blobs are all free. There are no more then."""
+        drop_free(self._database)
+        return False
+
+    def _move(self) -> None:
+        """Move what lives in old tables that are free by a quarter: then they can be dropped."""
+        for blob, nbytes in movable(self._database):
+            if self._closed.is_set():
+                return
+            self._blobs.move(blob, nbytes, self._turns)
 
     def _forget_pushes(self, now: float) -> bool:
         """Forget some pushes whose time is over, and free their gradients. Return whether there may be more."""

@@ -49,9 +49,7 @@ GRADIENTS = Statement(f"select count(*), count(blob), {COUNTED_BYTES} from delta
 
 MISCOUNTED = Statement("select distinct value from deltas where bytes <> octet_length(data) order by value")
 
-UNOWNED = Statement("""
-    select count(distinct blob), coalesce(sum(octet_length(data)), 0) from unowned join chunks using (blob)
-""")
+UNOWNED = Statement(f"select count(*), {COUNTED_BYTES} from unowned where bytes > 0")
 
 ORPHANS = Statement("select distinct value from deltas where value <> all($1::bigint[]) order by value")
 
@@ -100,7 +98,8 @@ class PostgresMoment:
         deltas: Iterable[Delta] = ()
         if value is not None:
             deltas = complete(value, stream(self._connection, [value]), self._seqs.get(value))
-        with _operator_errors(), self._connection.transaction():  # what the database cannot read ends a savepoint only
+        # What the database cannot read ends a savepoint only. And its end frees the locks of the tables of blobs.
+        with _operator_errors(), self._connection.transaction(force_rollback=True):
             numbers = total(self._connection, spec, deltas, np.empty)
         yield numbers
 
@@ -183,7 +182,7 @@ def _damaged_pushes(connection: Connection, staged: set[int]) -> Iterator[str]:
         staged.update(values)
         for value in values:
             try:
-                with _operator_errors(), connection.transaction():
+                with _operator_errors(), connection.transaction(force_rollback=True):
                     *_, delta = complete(value, stream(connection, [value]), 1)
                     read_numbers(connection, delta)
             except BufferCorrupt:

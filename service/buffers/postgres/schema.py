@@ -1,17 +1,19 @@
 """The tables of a PostgreSQL store, and the life of a gradient from its staging to its fold.
 
 A buffer's value is a list of deltas in the order of `seq`: a delta is a gradient as it came, with its weight. A delta
-of up to 64 KB is in its row. A larger delta is a blob: rows of 64 KB in `chunks`, which never change.
+of up to 64 KB is in its row. A larger delta is a blob: rows of 64 KB in a table under `chunks`, which never change.
 
     staged                       admitted                       folded                         freed
     +------------------------+   +--------------------------+   +--------------------------+   +-----------------------+
     | COPY into `chunks`;    |   | one short transaction:   |   | the sum of the deltas    |   | the deltas go; the    |
     | `unowned` has the blob;|-->| keys, records, deltas;   |-->| takes the place of the   |-->| blobs are `unowned`,  |
-    | no lock is held        |   | a delta owns the blob    |   | last; the others go      |   | and deleted later     |
+    | no lock is held        |   | a delta owns the blob    |   | last; the others go      |   | and their table goes  |
     +------------------------+   +--------------------------+   +--------------------------+   +-----------------------+
 
 The server may lose a staged blob in a crash, because `synchronous_commit` is off for it. Then `unowned` lacks the blob,
 too, and the transaction that would admit it finds that and fails; the writer stages the blob again.
+
+A table has the blobs of a block of ids, and is dropped once all of them are free: see `blobs.py`.
 
 The gradients of a push in parts are deltas, too, of values that no buffer has: see `pushes.py`.
 
@@ -36,7 +38,7 @@ ROW_BYTES = 1 << 16
 """Bytes of a gradient in a row, at most. To stage a row takes one more transaction; rows of 64 KB COPY fastest."""
 
 FREED_SECONDS = 60.0
-"""How long a freed blob is kept: a fold may still read it. Other reads see their own moment."""
+"""How long a freed blob is kept, at least. What reads it by then keeps its table for longer: see `blobs.py`."""
 
 _LOCK = Statement("select pg_advisory_xact_lock(1735549284)")
 """Lets one process make or migrate tables at a time. The number is "grad" in ASCII."""
@@ -68,17 +70,10 @@ create table deltas (
     primary key (value, seq)
 ) with (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 1000);
 alter table deltas alter data set storage external;
-create table chunks (
-    blob bigint not null,
-    number integer not null,
-    data bytea not null,
-    primary key (blob, number)
-) with (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0,
-        toast.autovacuum_vacuum_scale_factor = 0.02, toast.autovacuum_vacuum_threshold = 1000,
-        toast.autovacuum_vacuum_cost_delay = 0);
+create index deltas_blob on deltas (blob) where blob is not null;
+create table chunks (blob bigint not null, number integer not null, data bytea not null);
 alter table chunks alter data set storage external;
-create table unowned (blob bigint primary key, due double precision not null);
-create index unowned_due on unowned (due);
+create table unowned (blob bigint primary key, due double precision not null, bytes bigint not null default 0);
 create table pushes (
     namespace text not null,
     id text not null,
@@ -153,6 +148,12 @@ def check_settings(database: Database, connection: Connection) -> None:
 _NEXT_IDS = Statement("select nextval('ids')")
 
 _PARTITIONS = Statement("select relid::regclass::text from pg_partition_tree('keys') where isleaf and level > 0")
+
+
+def table_of(blob: int) -> str:
+    """Return the quoted name of the table that has a blob: the blobs of a block of ids share one."""
+    return f'"chunks_{(blob - 1) // ID_BLOCK * ID_BLOCK + 1}"'
+
 
 _WAIT = Statement("select set_config('lock_timeout', $1::text, true)")
 

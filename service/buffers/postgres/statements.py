@@ -15,7 +15,7 @@ NAMESPACE_LOCK = 2
 """The class of the advisory locks of namespaces."""
 
 FOLD_LOCK = 3
-"""The class of the advisory locks of values that a process folds."""
+"""The class of the advisory locks of values that a process folds, and of blobs that it moves."""
 
 COUNT_LOCK = 4
 """The class of the advisory locks of schemas whose keys a process counts."""
@@ -109,9 +109,7 @@ WIDE_RECORDS = Statement(
 )
 """The same with all buffers of some prefixes: in one statement, which locks them in the order of their names."""
 
-CLAIM = Statement(
-    "with claimed as (delete from unowned where blob = any($1::bigint[]) returning 1) select count(*) from claimed"
-)
+CLAIM = Statement("delete from unowned where blob = any($1::bigint[]) returning blob, bytes")
 
 TIME = Statement("""
     select coalesce($1::double precision, extract(epoch from clock_timestamp())),
@@ -141,9 +139,9 @@ INSERT = Statement("""
 
 FREE = Statement("""
     with gone as (
-        delete from deltas where value = any($1::bigint[]) and seq <= coalesce($2::bigint, seq) returning blob
+        delete from deltas where value = any($1::bigint[]) and seq <= coalesce($2::bigint, seq) returning blob, bytes
     ), freed as (
-        insert into unowned select blob, extract(epoch from clock_timestamp()) + $3::double precision
+        insert into unowned select blob, extract(epoch from clock_timestamp()) + $3::double precision, bytes
         from gone where blob is not null on conflict do nothing
     )
     select count(*) from gone
@@ -152,7 +150,8 @@ FREE = Statement("""
 
 STAGE = Statement("""
     insert into unowned
-    select blob, extract(epoch from clock_timestamp()) + $1::double precision from unnest($2::bigint[]) as blob
+    select blob, extract(epoch from clock_timestamp()) + $1::double precision, bytes
+    from unnest($2::bigint[], $3::bigint[]) as staged(blob, bytes)
 """)
 
 REMEMBER = Statement("""
@@ -202,7 +201,7 @@ NOTIFY = Statement("select pg_notify($1::text, '')")
 
 DELTAS_OF = Statement("select count(*) from deltas where value = $1::bigint")
 
-LEASE = Statement(f"select pg_try_advisory_xact_lock({FOLD_LOCK}, $1::integer)")
+LEASE = Statement(f"select pg_try_advisory_xact_lock({FOLD_LOCK}, ($1::bigint & x'7fffffff'::bigint)::integer)")
 
 LOCKED = Statement("select from buffers where namespace = $1::text and name = $2::text for update")
 
@@ -226,14 +225,6 @@ HANGING = Statement(f"""
 
 The database's own time-out does not: after its `Sync`, a pipeline of psycopg sends a `Flush`, which stops that clock.
 """
-
-SWEEP = Statement("""
-    with gone as (delete from unowned where blob in (
-        select blob from unowned where due < extract(epoch from clock_timestamp())
-        order by due limit $1::bigint for update skip locked
-    ) returning blob), swept as (delete from chunks using gone where chunks.blob = gone.blob)
-    select count(*) from gone
-""")
 
 EXPIRED = Statement("""
     select namespace, name, record from buffers
@@ -282,7 +273,7 @@ MEASURES = Statement(f"""
         ('connections_limit', current_setting('max_connections')::bigint),
         ('standbys', (select count(*) from synchronous)),
         ('lag_bytes', (select min(pg_wal_lsn_diff(pg_current_wal_lsn(), flush_lsn))::bigint from synchronous)),
-        ('loose_bytes', (select coalesce(sum(octet_length(data)), 0)::bigint from unowned join chunks using (blob))),
+        ('loose_bytes', (select {COUNTED_BYTES} from unowned)),
         ('unfolded_bytes', (select {COUNTED_BYTES} from deltas where not overwrite))
     ) as measured(name, value) where value is not null
 """)

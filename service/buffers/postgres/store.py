@@ -22,6 +22,7 @@ from service.buffers.packed import digest_of, unpack_known, unpack_push, unpack_
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import lists
 from service.buffers.postgres import schema as tables
+from service.buffers.postgres.blobs import Blobs
 from service.buffers.postgres.compactor import Compactor
 from service.buffers.postgres.connections import Database, application_of
 from service.buffers.postgres.deltas import Delta, Turns, complete, stream, total
@@ -112,13 +113,14 @@ class PostgresStore(Store):
         self._ids = _Ids(lambda: retried(lambda: tables.take_ids(self._database)))
         self._outage = Outage(READ_SECONDS)
         self._fence = Fence(self._database, READ_SECONDS)
-        turns = Turns()
-        self._compactor = Compactor(self._database, self._ids, allocate, turns)
+        turns, blobs = Turns(), Blobs(self._database)
+        self._compactor = Compactor(self._database, blobs, allocate, turns)
         self._watcher = Watcher(self._database)
-        self._janitor = Janitor(self._database, max_bytes=max_bytes, key_seconds=key_seconds)
+        self._janitor = Janitor(self._database, turns, max_bytes=max_bytes, key_seconds=key_seconds)
         self._writer = Writer(
             self._database,
             self._ids,
+            blobs,
             allocate=allocate,
             key_seconds=key_seconds,
             committed=committed,

@@ -16,6 +16,7 @@ import numpy as np
 from service.buffers.gradients import Dense, Gradient, add_whole
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, unpack_known
+from service.buffers.postgres.blobs import Blobs
 from service.buffers.postgres.compactor import Fold, is_worth_a_fold
 from service.buffers.postgres.deltas import Delta, Payload, complete, delta_of, gradient_of, payload_of, stream, total
 from service.buffers.postgres.exchange import Connection
@@ -106,13 +107,14 @@ class PostgresTransaction:
         earlier: Changes,
         staged: Mapping[int, int],
         next_id: Callable[[], int],
+        blobs: Blobs,
         allocate: Allocate,
         max_buffers: int,
         now: float,
         janitor: Janitor,
     ) -> None:
         self._connection, self._found, self._earlier, self._staged = connection, found, earlier, staged
-        self.new_id, self._allocate, self._max_buffers = next_id, allocate, max_buffers
+        self.new_id, self._blobs, self._allocate, self._max_buffers = next_id, blobs, allocate, max_buffers
         self.changes, self._now, self._janitor = Changes(), now, janitor
 
     def _stored(self, name: BufferName) -> Stored | None:
@@ -189,7 +191,7 @@ class PostgresTransaction:
         source = gradient.array if isinstance(gradient, Dense) else gradient
         blob = self._staged.get(id(source))
         if blob is None and payload.nbytes > ROW_BYTES:
-            blob = self.new_id()
+            blob = self._blobs.new(payload.nbytes)
             self.changes.blobs[blob] = payload
         self.changes.deltas.setdefault(value, []).append(delta_of(value, seq, payload, weight, overwrite, blob))
 

@@ -22,10 +22,11 @@ from service.buffers.gradients import Rows, adds_nothing
 from service.buffers.parts import make
 from service.buffers.perform import Outcome, Request, resolved
 from service.buffers.postgres.batch import Batch, StagedLostError, Submission
+from service.buffers.postgres.blobs import Blobs
 from service.buffers.postgres.compactor import Fold
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.deadlines import Deadlines
-from service.buffers.postgres.deltas import Payload, Turns, payload_of, write_blobs
+from service.buffers.postgres.deltas import Payload, Turns, payload_of
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.failures import retried
 from service.buffers.postgres.janitor import Janitor
@@ -62,6 +63,7 @@ class Writer:
         self,
         database: Database,
         next_id: Callable[[], int],
+        blobs: Blobs,
         *,
         allocate: Allocate,
         key_seconds: float,
@@ -74,7 +76,7 @@ class Writer:
     ) -> None:
         self._database, self._next_id, self._allocate, self._key_seconds = database, next_id, allocate, key_seconds
         self._committed, self._changed, self._janitor, self._max_buffers = committed, changed, janitor, max_buffers
-        self._fold, self._turns, self._deadlines = fold, turns, Deadlines(database)
+        self._fold, self._turns, self._blobs, self._deadlines = fold, turns, blobs, Deadlines(database)
         self._connection: Connection | None = None
         self._marks: list[tuple[bytes, float]] = []
         self._stagers = Pool(STAGING_THREADS)
@@ -135,10 +137,11 @@ class Writer:
 
     def _stage(self, submission: Submission, payloads: dict[int, Payload]) -> None:
         """Write the gradients, without waiting for the disk: the commit that admits them waits for it."""
-        blobs = {key: self._next_id() for key in payloads}
+        blobs = {key: self._blobs.new(payload.nbytes) for key, payload in payloads.items()}
+        sizes = [payload.nbytes for payload in payloads.values()]
         with self._database.transaction(durable=False) as connection:
-            connection.exchange([STAGE(STAGED_SECONDS, [*blobs.values()])])
-            write_blobs(connection, [(blobs[key], payload) for key, payload in payloads.items()], self._turns)
+            connection.exchange([STAGE(STAGED_SECONDS, [*blobs.values()], sizes)])
+            self._blobs.write(connection, zip(blobs.values(), payloads.values(), strict=True), self._turns)
         submission.staged = blobs
         failpoints.hit("staged")
 
@@ -226,7 +229,7 @@ class Writer:
             batch.answers = [self._perform(connection, batch, one, found) for one in batch.submissions]
             failpoints.hit("made")
             if batch.changes.blobs:
-                write_blobs(connection, batch.changes.blobs.items())
+                self._blobs.write(connection, batch.changes.blobs.items())
             batch.write(self._database, connection, found)
 
     def _follow(self, batch: Batch, seconds: float) -> None:
@@ -250,6 +253,7 @@ class Writer:
             batch.changes,
             submission.staged,
             self._next_id,
+            self._blobs,
             self._allocate,
             self._max_buffers,
             batch.now,
