@@ -38,6 +38,8 @@ BASES = 1
 """Golden questions from which calls are made, beside the operator's example."""
 USUAL_SIZE = 40
 """About how many elements such a question has."""
+SINGLE = 500
+"""Calls with one change, at most, for each base."""
 PAIRS = 50
 """Calls with two changes, for each base."""
 
@@ -327,9 +329,10 @@ def attack(engine: Engine, operator: Operator) -> tuple[int, int]:
     random = np.random.default_rng(zlib.crc32(operator.name.encode()))
     answered = refused = 0
     for base in bases(operator):
-        calls = changes(base)
+        every = changes(base)
+        calls = [every[k] for k in random.permutation(len(every))[: SINGLE * MANY]]
         for _ in range(PAIRS * MANY):
-            second = changes(calls[random.integers(len(calls))]())
+            second = changes(every[random.integers(len(every))]())
             calls.append(second[random.integers(len(second))])
         for make in [*calls, *large(base)]:
             call = make()
