@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
 
 from gradserve_client._wire import calls
-from gradserve_client._wire.calls import Adding, Input, Inputs, Into
+from gradserve_client._wire.calls import Adding, Input, Inputs, Into, Unweighted
 from gradserve_client._http.runner import Runner
 from gradserve_client._wire.tensors import Array
 from gradserve_client.models import Receipt
@@ -55,8 +55,9 @@ CLASS = '''class Ops:
 
     The server reads a `Buffer` that takes the place of a tensor. With `into`, it adds `weight` times the output to a
     buffer, exactly once, and the method returns a receipt instead of the output. With `epoch`, the server adds only
-    while the buffer is in that epoch, which lists the `contributor`. Lists and numbers get the dtype that the method
-    names first. Each method raises `InvalidInput`, and `NotFound` for buffers.
+    while the buffer is in that epoch, which lists the `contributor`. For an operator with an input
+    `weight`, `Client.run` takes that of the add. Lists and numbers get the dtype that the method names first. Each
+    method raises `InvalidInput`, and `NotFound` for buffers.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -108,7 +109,7 @@ def _methods(op: Operator) -> str:
         overloads += _single(op, inputs, group) if len(op.outputs) == 1 else _several(op, inputs, group)
     results = list(dict.fromkeys(result for _, _, result in overloads))
     stubs = "".join(f"\n    @overload\n    {_def(op, *each)}: ...\n" for each in overloads)
-    adding = [_ADDING] if _addable(op) else []
+    adding = [_adding(op)] if _addable(op) else []
     if len(op.outputs) == 1:
         more, results_of = [f"into: {_into(op)} | None = None", *adding], _results(op, "()")
         (name,) = op.output_names
@@ -118,7 +119,7 @@ def _methods(op: Operator) -> str:
         more = ["outputs: Sequence[str] | None = None"]
         more += [f"into: Mapping[str, {_into(op)}] | None = None", *adding] if adding else []
         named = " and into is None" if adding else ""
-        generic = "" if op.has_groups else "  # type: ignore[arg-type]"
+        generic = "" if any(output.group for output in op.outputs) else "  # type: ignore[arg-type]"
         only_arrays = "" if adding or op.has_groups else "  # type: ignore[return-value]"
         body = (
             f"{_results(op, 'outputs')}\n        if outputs is None{named}:\n"
@@ -138,7 +139,7 @@ def _single(op: Operator, inputs: str, group: str) -> list[tuple[str, list[str],
         receipt = (
             _result_type(output, group.format("Array | Receipt"), "Array | Receipt") if output.group else "Receipt"
         )
-        overloads.append((inputs, [f"into: {_into(op)}", _ADDING], receipt))
+        overloads.append((inputs, [f"into: {_into(op)}", _adding(op)], receipt))
     return overloads
 
 
@@ -148,7 +149,7 @@ def _several(op: Operator, inputs: str, group: str) -> list[tuple[str, list[str]
     whole = f"{op.name}Outputs[{group.format('Array')}]" if group else f"{op.name}Outputs"
     overloads = [(inputs, ["outputs: None = None"], whole), (inputs, ["outputs: Sequence[str]"], some)]
     if _addable(op):
-        more = ["outputs: Sequence[str] | None = None", f"into: Mapping[str, {_into(op)}]", _ADDING]
+        more = ["outputs: Sequence[str] | None = None", f"into: Mapping[str, {_into(op)}]", _adding(op)]
         overloads.append((inputs, more, "dict[str, Any]" if op.has_groups else "dict[str, Array | Receipt]"))
     return overloads
 
@@ -161,8 +162,9 @@ def _into(op: Operator) -> str:
     return "Mapping[str, Into]" if groups == [True] else "Into | Mapping[str, Into]"
 
 
-_ADDING = "**add: Unpack[Adding]"
-"""The parameters of an add. The server refuses them without `into`."""
+def _adding(op: Operator) -> str:
+    """Return the parameters of an add. The server refuses them without `into`."""
+    return f"**add: Unpack[{'Unweighted' if 'weight' in op.inputs_by_name else 'Adding'}]"
 
 
 def _addable(op: Operator) -> bool:

@@ -55,6 +55,13 @@ def one_element(name: str, tensor: Array) -> float:
     return number
 
 
+def has_shape(name: str, tensor: Array, shape: tuple[int, ...], meaning: str) -> None:
+    """Raise unless `tensor` has the shape. `meaning` says what it is, for the error."""
+    if tensor.shape != shape:
+        problem = f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}: {meaning}"
+        raise ShapeMismatch(problem, tensor=name)
+
+
 def normalize_axis(axis: int, rank: int, tensor: str, owner: str | None = None) -> int:
     """Return `axis` counted from the front, for a tensor of `rank` dimensions. Raise if there is no such axis.
 

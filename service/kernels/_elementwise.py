@@ -68,9 +68,14 @@ def bits(block: Array) -> Array:
 def prepare(inputs: Sequence[Array], out: T | None) -> tuple[T, list[Array]]:
     """Return an array for a result like `inputs[0]`, and the inputs, row-major and outside the result's memory."""
     result: T = new_output(out, inputs[0].shape, inputs[0].dtype)
-    tensors: list[Array] = list(inputs)
+    return result, apart(inputs, out)
+
+
+def apart(inputs: Sequence[Array], out: Array | None) -> list[Array]:
+    """Return the inputs, row-major and outside the memory of `out`."""
+    tensors = list(inputs)
     if out is not None:
         tensors = [array.copy() if np.may_share_memory(array, out) else array for array in tensors]
-    return result, [
+    return [
         array if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(array.shape) for array in tensors
     ]

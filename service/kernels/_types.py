@@ -27,6 +27,7 @@ AnyTensor = Annotated[Array, dtypes.ANY]
 
 # Tensors whose rank `Tensor.rank` tells clients. The other tensors have one dimension, or work with one.
 AnyArray = TypeVar("AnyArray", bound=Array)
+Rank0 = Annotated[AnyArray, 0]
 Rank2 = Annotated[AnyArray, 2]
 Rank3 = Annotated[AnyArray, 3]
 Rank4 = Annotated[AnyArray, 4]

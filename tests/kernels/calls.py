@@ -89,6 +89,10 @@ def _dropout(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
     return Call("DropoutGrad", [dy, numbers > 0, np.array(0.25, dtype)], {})
 
 
+def _scale(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
+    return Call("Scale", [_pair("")(shape, dtype).inputs[0], np.array(-3)], {"scale_down": 1})
+
+
 def _gather(axis: int) -> Callable[..., Call]:
     def make(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
         """Each index about twice, some negative."""
@@ -97,6 +101,20 @@ def _gather(axis: int) -> Callable[..., Call]:
         indices = random.integers(-size, size, 2 * size + 1) if size else np.empty(0, np.int64)
         grad = random.normal(size=(*shape[:place], len(indices), *shape[place + 1 :]))
         return Call("GatherGrad", [np.array(shape), indices, np.asarray(grad, dtype)], {"axis": axis})
+
+    return make
+
+
+def _loss_grad(operator: str, bias: bool) -> Callable[..., Call]:
+    def make(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
+        """The classes are dimension 1; of a vector, half of it. Some samples, or all without classes, are ignored."""
+        shape = shape if len(shape) > 1 else (shape[0] // 2, 2)
+        labels = np.random.default_rng(3).integers(-1, shape[1], (shape[0], *shape[2:]))
+        dY, log_prob = _numbers(labels.shape, np.dtype(dtype))[0].copy(), _numbers(shape, np.dtype(dtype))[1].copy()
+        weights, more = _numbers(shape[1:2], np.dtype(dtype))[1].copy(), {"reduction": "none"}
+        if bias:
+            return Call(operator, [dY, log_prob, labels, weights, np.array(-1), log_prob.copy()], more)
+        return Call(operator, [dY, log_prob, labels, weights], {**more, "ignore_index": -1})
 
     return make
 
@@ -115,6 +133,7 @@ ELEMENTWISE: dict[str, Callable[..., Call]] = {
     "InPlaceAccumulatorV2": _pair("InPlaceAccumulatorV2"),
     "InPlaceAccumulatorV2-overwrite": _flagged("InPlaceAccumulatorV2", True),
     "ZeroGradient": _zero,
+    "Scale": _scale,
 }
 SOFTMAX: dict[str, Callable[..., Call]] = {
     f"{operator}-axis={axis}": _pair(operator, axis=axis)
@@ -129,7 +148,12 @@ MIXED: dict[str, Callable[..., Call]] = {
 }
 """Element-wise, but with inputs of several shapes or dtypes."""
 
-CALLS = {**ELEMENTWISE, **SOFTMAX, **GATHER, **MIXED}
+LOSSES: dict[str, Callable[..., Call]] = {
+    "SoftmaxCrossEntropyLossGrad": _loss_grad("SoftmaxCrossEntropyLossGrad", False),
+    "SoftmaxCrossEntropyLossInternalGrad": _loss_grad("SoftmaxCrossEntropyLossInternalGrad", True),
+}
+
+CALLS = {**ELEMENTWISE, **SOFTMAX, **GATHER, **MIXED, **LOSSES}
 """Name -> function that makes the call for an output of a given shape and dtype."""
 
 

@@ -307,11 +307,14 @@ def check_answer(call: Call, attributes: Mapping[str, Any], outputs: Mapping[str
 
 
 def dtypes_of(call: Call, output: str) -> Collection[DType | None]:
-    """The dtypes that the output may have: that of the inputs with its type variable, or those of its kind."""
+    """The dtypes that the output may have: that of the inputs with its type variable, or those of its kind.
+
+    An attribute `output_type` names the dtype, as in ONNX.
+    """
     (declared,) = (one for one in call.operator.outputs if one.name == output)
     inputs = call.operator.inputs_by_name
     variables = {inputs[name.partition(".")[0]].variable: array.dtype for name, array in call.tensors.items()}
-    if declared.variable in variables and declared.variable:
+    if declared.variable in variables and declared.variable and call.attributes.get("output_type") is None:
         return [variables[declared.variable]]
     return [DTYPES[name] for name in declared.kind.dtypes]
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
 
 from gradserve_client._http.runner import Runner
 from gradserve_client._wire import calls
-from gradserve_client._wire.calls import Adding, Input, Inputs, Into
+from gradserve_client._wire.calls import Adding, Input, Inputs, Into, Unweighted
 from gradserve_client._wire.tensors import Array
 from gradserve_client.models import Receipt
 
@@ -62,6 +62,34 @@ class GRUGradOutputs(NamedTuple):
     dR: Array
     dB: Array
     dH0: Array
+
+
+class SoftmaxCrossEntropyLossOutputs(NamedTuple):
+    """The outputs of SoftmaxCrossEntropyLoss."""
+
+    output: Array
+    log_prob: Array
+
+
+class SoftmaxCrossEntropyLossInternalOutputs(NamedTuple):
+    """The outputs of SoftmaxCrossEntropyLossInternal."""
+
+    output: Array
+    log_prob: Array
+
+
+class SoftmaxCrossEntropyOutputs(NamedTuple):
+    """The outputs of SoftmaxCrossEntropy."""
+
+    Y: Array
+    log_prob: Array
+
+
+class SparseSoftmaxCrossEntropyOutputs(NamedTuple):
+    """The outputs of SparseSoftmaxCrossEntropy."""
+
+    Y: Array
+    log_prob: Array
 
 
 class LSTMTrainingOutputs(NamedTuple):
@@ -162,8 +190,9 @@ class Ops:
 
     The server reads a `Buffer` that takes the place of a tensor. With `into`, it adds `weight` times the output to a
     buffer, exactly once, and the method returns a receipt instead of the output. With `epoch`, the server adds only
-    while the buffer is in that epoch, which lists the `contributor`. Lists and numbers get the dtype that the method
-    names first. Each method raises `InvalidInput`, and `NotFound` for buffers.
+    while the buffer is in that epoch, which lists the `contributor`. For an operator with an input
+    `weight`, `Client.run` takes that of the add. Lists and numbers get the dtype that the method names first. Each
+    method raises `InvalidInput`, and `NotFound` for buffers.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -1458,6 +1487,722 @@ class Ops:
             )
         )
         return results["output"]
+
+    @overload
+    def softmax_cross_entropy_loss(
+        self,
+        scores: Input,
+        labels: Input,
+        weights: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        ignore_index: int | None = None,
+        outputs: None = None,
+    ) -> SoftmaxCrossEntropyLossOutputs: ...
+
+    @overload
+    def softmax_cross_entropy_loss(
+        self,
+        scores: Input,
+        labels: Input,
+        weights: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        ignore_index: int | None = None,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def softmax_cross_entropy_loss(
+        self,
+        scores: Input,
+        labels: Input,
+        weights: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        ignore_index: int | None = None,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def softmax_cross_entropy_loss(
+        self,
+        scores: Input,
+        labels: Input,
+        weights: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        ignore_index: int | None = None,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> SoftmaxCrossEntropyLossOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """output = -weights[labels] * log_prob at labels, reduced. log_prob = log_softmax(scores).
+
+        `scores` are [N, C, d1, ...] and `labels` [N, d1, ...]; `weights`, one for each class, are [C]. Samples with the
+        label `ignore_index` do not count. `output` has the shape of the labels with reduction none, else it is one
+        number.
+
+        scores, weights (optional): float32, float16, bfloat16, float64, all alike.
+        labels: int64, int32.
+        Gives output, log_prob: float32, float16, bfloat16, float64, all alike.
+
+        >>> server.ops.softmax_cross_entropy_loss(
+        ...     scores=[[1.0, 2.0, 3.0], [3.0, 1.0, 2.0]],
+        ...     labels=[0, 2],
+        ...     weights=[1.0, 2.0, 0.5],
+        ... ).output
+        array(2.0742726, dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "SoftmaxCrossEntropyLoss",
+                {"scores": scores, "labels": labels, "weights": weights},
+                {"reduction": reduction, "ignore_index": ignore_index},
+                gives=("output", "log_prob"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return SoftmaxCrossEntropyLossOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    def softmax_cross_entropy_loss_internal(
+        self,
+        scores: Input,
+        labels: Input,
+        weights: Input | None = None,
+        ignore_index: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        output_type: Literal[1, 10, 11, 16] | None = None,
+        outputs: None = None,
+    ) -> SoftmaxCrossEntropyLossInternalOutputs: ...
+
+    @overload
+    def softmax_cross_entropy_loss_internal(
+        self,
+        scores: Input,
+        labels: Input,
+        weights: Input | None = None,
+        ignore_index: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        output_type: Literal[1, 10, 11, 16] | None = None,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def softmax_cross_entropy_loss_internal(
+        self,
+        scores: Input,
+        labels: Input,
+        weights: Input | None = None,
+        ignore_index: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        output_type: Literal[1, 10, 11, 16] | None = None,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def softmax_cross_entropy_loss_internal(
+        self,
+        scores: Input,
+        labels: Input,
+        weights: Input | None = None,
+        ignore_index: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        output_type: Literal[1, 10, 11, 16] | None = None,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> SoftmaxCrossEntropyLossInternalOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """output = -weights[labels] * log_prob at labels, reduced. log_prob = log_softmax(scores).
+
+        Like SoftmaxCrossEntropyLoss, but `ignore_index` is a tensor with one element. `output_type` is the dtype of the
+        outputs, by its number in ONNX: 1 float32, 10 float16, 11 float64, 16 bfloat16. By default, it is that of
+        `scores`.
+
+        scores, weights (optional): float32, float16, bfloat16, float64, all alike.
+        labels: int64, int32.
+        ignore_index (optional): int64, int32.
+        Gives output, log_prob: float32, float16, bfloat16, float64, all alike.
+
+        >>> server.ops.softmax_cross_entropy_loss_internal(
+        ...     scores=[[1.0, 2.0, 3.0], [3.0, 1.0, 2.0]],
+        ...     labels=[0, 2],
+        ...     weights=[1.0, 2.0, 0.5],
+        ...     ignore_index=[-100],
+        ... ).output
+        array(2.0742726, dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "SoftmaxCrossEntropyLossInternal",
+                {"scores": scores, "labels": labels, "weights": weights, "ignore_index": ignore_index},
+                {"reduction": reduction, "output_type": output_type},
+                gives=("output", "log_prob"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return SoftmaxCrossEntropyLossInternalOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    def softmax_cross_entropy_loss_grad(
+        self,
+        dY: Input,
+        log_prob: Input,
+        label: Input,
+        weight: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        ignore_index: int | None = None,
+        into: None = None,
+    ) -> Array: ...
+
+    @overload
+    def softmax_cross_entropy_loss_grad(
+        self,
+        dY: Input,
+        log_prob: Input,
+        label: Input,
+        weight: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        ignore_index: int | None = None,
+        into: Into,
+        **add: Unpack[Unweighted],
+    ) -> Receipt: ...
+
+    def softmax_cross_entropy_loss_grad(
+        self,
+        dY: Input,
+        log_prob: Input,
+        label: Input,
+        weight: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        ignore_index: int | None = None,
+        into: Into | None = None,
+        **add: Unpack[Unweighted],
+    ) -> Array | Receipt:
+        """d_logits = dY * weight[label] * (exp(log_prob) - onehot(label)), divided by sum(weight[label]) for a mean.
+
+        `log_prob` is [N, C, d1, ...] and `label` [N, d1, ...]; `weight`, one for each class, is [C]. `dY` has the shape
+        of the labels with reduction none, else one element. Samples with the label `ignore_index` get +0, whatever they
+        hold.
+
+        dY, log_prob, weight (optional): float32, float16, bfloat16, float64, all alike.
+        label: int64, int32.
+        Gives d_logits: float32, float16, bfloat16, float64.
+
+        >>> server.ops.softmax_cross_entropy_loss_grad(
+        ...     dY=[1.0],
+        ...     log_prob=[[-1.5, -1.25, -0.75], [-0.75, -1.5, -1.25]],
+        ...     label=[0, 2],
+        ...     weight=[1.0, 2.0, 0.5],
+        ... )
+        array([[-0.5179132 ,  0.19100319,  0.31491104],
+               [ 0.15745552,  0.07437672, -0.23783176]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "SoftmaxCrossEntropyLossGrad",
+                {"dY": dY, "log_prob": log_prob, "label": label, "weight": weight},
+                {"reduction": reduction, "ignore_index": ignore_index},
+                gives=("d_logits",),
+                into=None if into is None else {"d_logits": into},
+                **add,
+            )
+        )
+        return results["d_logits"]
+
+    @overload
+    def softmax_cross_entropy_loss_internal_grad(
+        self,
+        dY: Input,
+        log_prob: Input,
+        label: Input,
+        weight: Input | None = None,
+        ignore_index: Input | None = None,
+        bias: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        output_type: Literal[1, 10, 11, 16] | None = None,
+        into: None = None,
+    ) -> Array: ...
+
+    @overload
+    def softmax_cross_entropy_loss_internal_grad(
+        self,
+        dY: Input,
+        log_prob: Input,
+        label: Input,
+        weight: Input | None = None,
+        ignore_index: Input | None = None,
+        bias: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        output_type: Literal[1, 10, 11, 16] | None = None,
+        into: Into,
+        **add: Unpack[Unweighted],
+    ) -> Receipt: ...
+
+    def softmax_cross_entropy_loss_internal_grad(
+        self,
+        dY: Input,
+        log_prob: Input,
+        label: Input,
+        weight: Input | None = None,
+        ignore_index: Input | None = None,
+        bias: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        output_type: Literal[1, 10, 11, 16] | None = None,
+        into: Into | None = None,
+        **add: Unpack[Unweighted],
+    ) -> Array | Receipt:
+        """d_logits = dY * weight[label] * (exp(log_prob) - onehot(label)) + bias, where a mean divides the first term.
+
+        Like SoftmaxCrossEntropyLossGrad, but `ignore_index` is a tensor with one element. `bias` is a gradient that
+        comes another way: it has as many elements as `log_prob`, and is added to ignored samples, too. `output_type` is
+        the dtype of `d_logits`, by its number in ONNX: 1 float32, 10 float16, 11 float64, 16 bfloat16. By default, it
+        is that of `log_prob`.
+
+        dY, log_prob, weight (optional): float32, float16, bfloat16, float64, all alike.
+        label: int64, int32.
+        ignore_index (optional): int64, int32.
+        bias (optional): float32, float16, bfloat16, float64.
+        Gives d_logits: float32, float16, bfloat16, float64.
+
+        >>> server.ops.softmax_cross_entropy_loss_internal_grad(
+        ...     dY=[1.0],
+        ...     log_prob=[[-1.5, -1.25, -0.75], [-0.75, -1.5, -1.25]],
+        ...     label=[0, 2],
+        ...     weight=[1.0, 2.0, 0.5],
+        ...     ignore_index=[-100],
+        ...     bias=[[0.5, 0.0, 0.0], [0.0, 0.0, -0.5]],
+        ... )
+        array([[-0.01791322,  0.19100319,  0.31491104],
+               [ 0.15745552,  0.07437672, -0.7378318 ]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "SoftmaxCrossEntropyLossInternalGrad",
+                {
+                    "dY": dY,
+                    "log_prob": log_prob,
+                    "label": label,
+                    "weight": weight,
+                    "ignore_index": ignore_index,
+                    "bias": bias,
+                },
+                {"reduction": reduction, "output_type": output_type},
+                gives=("d_logits",),
+                into=None if into is None else {"d_logits": into},
+                **add,
+            )
+        )
+        return results["d_logits"]
+
+    @overload
+    def negative_log_likelihood_loss_internal(
+        self,
+        input: Input,
+        target: Input,
+        weight: Input | None = None,
+        ignore_index: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        into: None = None,
+    ) -> Array: ...
+
+    @overload
+    def negative_log_likelihood_loss_internal(
+        self,
+        input: Input,
+        target: Input,
+        weight: Input | None = None,
+        ignore_index: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        into: Into,
+        **add: Unpack[Unweighted],
+    ) -> Receipt: ...
+
+    def negative_log_likelihood_loss_internal(
+        self,
+        input: Input,
+        target: Input,
+        weight: Input | None = None,
+        ignore_index: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        into: Into | None = None,
+        **add: Unpack[Unweighted],
+    ) -> Array | Receipt:
+        """loss = -weight[target] * input at target, reduced.
+
+        `input` holds logarithms of probabilities, [N, C, d1, ...]; `target` is [N, d1, ...]; `weight`, one for each
+        class, is [C]. `ignore_index` has one element; samples with that target do not count. `loss` has the shape of
+        the target with reduction none, else it is one number.
+
+        input, weight (optional): float32, float16, bfloat16, float64, all alike.
+        target: int64, int32.
+        ignore_index (optional): int64, int32.
+        Gives loss: float32, float16, bfloat16, float64.
+
+        >>> server.ops.negative_log_likelihood_loss_internal(
+        ...     input=[[-1.5, -1.25, -0.75], [-0.75, -1.5, -1.25]],
+        ...     target=[0, 2],
+        ...     weight=[1.0, 2.0, 0.5],
+        ...     ignore_index=[-100],
+        ... )
+        array(1.4166666, dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "NegativeLogLikelihoodLossInternal",
+                {"input": input, "target": target, "weight": weight, "ignore_index": ignore_index},
+                {"reduction": reduction},
+                gives=("loss",),
+                into=None if into is None else {"loss": into},
+                **add,
+            )
+        )
+        return results["loss"]
+
+    @overload
+    def negative_log_likelihood_loss_internal2(
+        self,
+        input: Input,
+        target: Input,
+        weight: Input | None = None,
+        ignore_index: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        into: None = None,
+    ) -> Array: ...
+
+    @overload
+    def negative_log_likelihood_loss_internal2(
+        self,
+        input: Input,
+        target: Input,
+        weight: Input | None = None,
+        ignore_index: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        into: Into,
+        **add: Unpack[Unweighted],
+    ) -> Receipt: ...
+
+    def negative_log_likelihood_loss_internal2(
+        self,
+        input: Input,
+        target: Input,
+        weight: Input | None = None,
+        ignore_index: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        into: Into | None = None,
+        **add: Unpack[Unweighted],
+    ) -> Array | Receipt:
+        """loss = -weight[target] * input at target, reduced.
+
+        Like NegativeLogLikelihoodLossInternal. ONNX Runtime has two names for two versions of ONNX.
+
+        input, weight (optional): float32, float16, bfloat16, float64, all alike.
+        target: int64, int32.
+        ignore_index (optional): int64, int32.
+        Gives loss: float32, float16, bfloat16, float64.
+
+        >>> server.ops.negative_log_likelihood_loss_internal2(
+        ...     input=[[-1.5, -1.25, -0.75], [-0.75, -1.5, -1.25]],
+        ...     target=[0, 2],
+        ...     weight=[1.0, 2.0, 0.5],
+        ...     ignore_index=[-100],
+        ... )
+        array(1.4166666, dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "NegativeLogLikelihoodLossInternal2",
+                {"input": input, "target": target, "weight": weight, "ignore_index": ignore_index},
+                {"reduction": reduction},
+                gives=("loss",),
+                into=None if into is None else {"loss": into},
+                **add,
+            )
+        )
+        return results["loss"]
+
+    @overload
+    def softmax_cross_entropy(
+        self, logits: Input, label: Input, *, reduction: Literal["mean", "sum"] = "mean", outputs: None = None
+    ) -> SoftmaxCrossEntropyOutputs: ...
+
+    @overload
+    def softmax_cross_entropy(
+        self, logits: Input, label: Input, *, reduction: Literal["mean", "sum"] = "mean", outputs: Sequence[str]
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def softmax_cross_entropy(
+        self,
+        logits: Input,
+        label: Input,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def softmax_cross_entropy(
+        self,
+        logits: Input,
+        label: Input,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> SoftmaxCrossEntropyOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """Y = -sum(label * log_prob), for a mean divided by the number of samples. log_prob = log_softmax(logits).
+
+        `logits` are [..., C]; `label`, of the same shape, has the share of each class.
+
+        logits, label: float32, float16, bfloat16, float64, all alike.
+        Gives Y, log_prob: float32, float16, bfloat16, float64, all alike.
+
+        >>> server.ops.softmax_cross_entropy(
+        ...     logits=[[1.0, 2.0, 3.0], [3.0, 1.0, 2.0]],
+        ...     label=[[0.5, 0.25, 0.25], [0.0, 1.0, 0.0]],
+        ... ).Y
+        array(2.0326061, dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "SoftmaxCrossEntropy",
+                {"logits": logits, "label": label},
+                {"reduction": reduction},
+                gives=("Y", "log_prob"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return SoftmaxCrossEntropyOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    def softmax_cross_entropy_grad(
+        self, dY: Input, log_prob: Input, label: Input, *, reduction: Literal["mean", "sum"] = "mean", into: None = None
+    ) -> Array: ...
+
+    @overload
+    def softmax_cross_entropy_grad(
+        self,
+        dY: Input,
+        log_prob: Input,
+        label: Input,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        into: Into,
+        **add: Unpack[Adding],
+    ) -> Receipt: ...
+
+    def softmax_cross_entropy_grad(
+        self,
+        dY: Input,
+        log_prob: Input,
+        label: Input,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        into: Into | None = None,
+        **add: Unpack[Adding],
+    ) -> Array | Receipt:
+        """d_logits = dY * (exp(log_prob) * sum(label) - label), for a mean divided by the number of samples.
+
+        `log_prob` and `label` are [..., C], and the sum is over the classes. ONNX Runtime leaves it out, which is right
+        for labels that sum to 1. `dY` has one element.
+
+        dY, log_prob, label: float32, float16, bfloat16, float64, all alike.
+        Gives d_logits: float32, float16, bfloat16, float64.
+
+        >>> server.ops.softmax_cross_entropy_grad(
+        ...     dY=[1.0],
+        ...     log_prob=[[-1.5, -1.25, -0.75], [-0.75, -1.5, -1.25]],
+        ...     label=[[0.5, 0.25, 0.25], [0.0, 1.0, 0.0]],
+        ... )
+        array([[-0.13843492,  0.01825239,  0.11118327],
+               [ 0.23618327, -0.38843492,  0.14325239]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "SoftmaxCrossEntropyGrad",
+                {"dY": dY, "log_prob": log_prob, "label": label},
+                {"reduction": reduction},
+                gives=("d_logits",),
+                into=None if into is None else {"d_logits": into},
+                **add,
+            )
+        )
+        return results["d_logits"]
+
+    @overload
+    def sparse_softmax_cross_entropy(
+        self,
+        logits: Input,
+        label: Input,
+        weight: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        outputs: None = None,
+    ) -> SparseSoftmaxCrossEntropyOutputs: ...
+
+    @overload
+    def sparse_softmax_cross_entropy(
+        self,
+        logits: Input,
+        label: Input,
+        weight: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def sparse_softmax_cross_entropy(
+        self,
+        logits: Input,
+        label: Input,
+        weight: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Unweighted],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def sparse_softmax_cross_entropy(
+        self,
+        logits: Input,
+        label: Input,
+        weight: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Unweighted],
+    ) -> SparseSoftmaxCrossEntropyOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """Y = sum(-weight * log_prob at label), divided by sum(weight) for a mean. log_prob = log_softmax(logits).
+
+        `logits` are [..., C]; `label` and `weight`, one for each sample, are [...].
+
+        logits, weight (optional): float32, float16, bfloat16, float64, all alike.
+        label: int64, int32.
+        Gives Y, log_prob: float32, float16, bfloat16, float64, all alike.
+
+        >>> server.ops.sparse_softmax_cross_entropy(
+        ...     logits=[[1.0, 2.0, 3.0], [3.0, 1.0, 2.0]],
+        ...     label=[0, 2],
+        ...     weight=[1.0, 0.5],
+        ... ).Y
+        array(2.0742726, dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "SparseSoftmaxCrossEntropy",
+                {"logits": logits, "label": label, "weight": weight},
+                {"reduction": reduction},
+                gives=("Y", "log_prob"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return SparseSoftmaxCrossEntropyOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    def sparse_softmax_cross_entropy_grad(
+        self,
+        dY: Input,
+        log_prob: Input,
+        label: Input,
+        weight: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        into: None = None,
+    ) -> Array: ...
+
+    @overload
+    def sparse_softmax_cross_entropy_grad(
+        self,
+        dY: Input,
+        log_prob: Input,
+        label: Input,
+        weight: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        into: Into,
+        **add: Unpack[Unweighted],
+    ) -> Receipt: ...
+
+    def sparse_softmax_cross_entropy_grad(
+        self,
+        dY: Input,
+        log_prob: Input,
+        label: Input,
+        weight: Input | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        into: Into | None = None,
+        **add: Unpack[Unweighted],
+    ) -> Array | Receipt:
+        """d_logits = dY * weight * (exp(log_prob) - onehot(label)), divided by sum(weight) for a mean.
+
+        `log_prob` is [..., C]; `label` and `weight`, one for each sample, are [...]. `dY` has one element.
+
+        dY, log_prob, weight (optional): float32, float16, bfloat16, float64, all alike.
+        label: int64, int32.
+        Gives d_logits: float32, float16, bfloat16, float64.
+
+        >>> server.ops.sparse_softmax_cross_entropy_grad(
+        ...     dY=[1.0],
+        ...     log_prob=[[-1.5, -1.25, -0.75], [-0.75, -1.5, -1.25]],
+        ...     label=[0, 2],
+        ...     weight=[1.0, 0.5],
+        ... )
+        array([[-0.5179132 ,  0.19100319,  0.31491104],
+               [ 0.15745552,  0.07437672, -0.23783176]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "SparseSoftmaxCrossEntropyGrad",
+                {"dY": dY, "log_prob": log_prob, "label": label, "weight": weight},
+                {"reduction": reduction},
+                gives=("d_logits",),
+                into=None if into is None else {"d_logits": into},
+                **add,
+            )
+        )
+        return results["d_logits"]
 
     @overload
     def lstm_training(
@@ -2925,6 +3670,49 @@ class Ops:
             )
         )
         return results["dX"]
+
+    @overload
+    def scale(self, input: Input, scale: Input, *, scale_down: Literal[0, 1] = 0, into: None = None) -> Array: ...
+
+    @overload
+    def scale(
+        self, input: Input, scale: Input, *, scale_down: Literal[0, 1] = 0, into: Into, **add: Unpack[Adding]
+    ) -> Receipt: ...
+
+    def scale(
+        self,
+        input: Input,
+        scale: Input,
+        *,
+        scale_down: Literal[0, 1] = 0,
+        into: Into | None = None,
+        **add: Unpack[Adding],
+    ) -> Array | Receipt:
+        """output = input * scale, or input * (1 / scale) with scale_down = 1.
+
+        `input` has any shape; `output` has its shape and dtype. `scale` is one number, of any shape with one element,
+        and its dtype may differ. It is converted to the dtype of `input`, or to float32 for float16 and bfloat16,
+        before the inverse is taken. float16 and bfloat16 are computed in float32 and rounded once.
+
+        input: float32, float16, bfloat16, float64.
+        scale: float32, float16, bfloat16, float64, int32, int64.
+        Gives output: float32, float16, bfloat16, float64.
+
+        >>> server.ops.scale(input=[[1.0, -2.0], [3.0, 0.5]], scale=4.0, scale_down=1)
+        array([[ 0.25 , -0.5  ],
+               [ 0.75 ,  0.125]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "Scale",
+                {"input": input, "scale": scale},
+                {"scale_down": scale_down},
+                gives=("output",),
+                into=None if into is None else {"output": into},
+                **add,
+            )
+        )
+        return results["output"]
 
     @overload
     def softmax_grad(self, dY: Input, Y: Input, *, axis: int = 1, into: None = None) -> Array: ...

@@ -23,13 +23,18 @@ Inputs: TypeAlias = Mapping[str, Input] | Sequence[Input]
 """A group of tensors, by name or in order."""
 
 
-class Adding(TypedDict, total=False):
-    """How an operator adds to the buffers of `into`."""
+class Unweighted(TypedDict, total=False):
+    """How an operator adds to the buffers of `into`, with a weight of 1."""
 
-    weight: float | None
     epoch: int | None
     contributor: str | None
     idempotency_key: str | None
+
+
+class Adding(Unweighted, total=False):
+    """How an operator adds to the buffers of `into`."""
+
+    weight: float | None
 
 
 def ready() -> Call[None]:
