@@ -30,6 +30,13 @@ class BroadcastGradientArgsOutputs(NamedTuple):
     B_axes: Array
 
 
+class ConcatTrainingOutputs(NamedTuple):
+    """The outputs of ConcatTraining."""
+
+    concat_result: Array
+    per_input_length: Array
+
+
 class ConvGradOutputs(NamedTuple):
     """The outputs of ConvGrad."""
 
@@ -536,6 +543,97 @@ class Ops:
         if outputs is None:
             return BroadcastGradientArgsOutputs(**results)  # type: ignore[arg-type]
         return results  # type: ignore[return-value]
+
+    @overload
+    def concat_training(self, inputs: Inputs, *, axis: int, outputs: None = None) -> ConcatTrainingOutputs: ...
+
+    @overload
+    def concat_training(self, inputs: Inputs, *, axis: int, outputs: Sequence[str]) -> dict[str, Any]: ...
+
+    @overload
+    def concat_training(
+        self,
+        inputs: Inputs,
+        *,
+        axis: int,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Any]: ...
+
+    def concat_training(
+        self,
+        inputs: Inputs,
+        *,
+        axis: int,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> ConcatTrainingOutputs | dict[str, Any]:
+        """concat_result = the inputs, one behind the other along `axis`. per_input_length = their lengths there.
+
+        The inputs have one dtype, which may be any, and one shape except along `axis`. `per_input_length` is 1-D and
+        int64; SplitTraining takes it as `split`.
+
+        inputs.*: float32, float16, bfloat16, float64, int32, int64, bool.
+        Gives concat_result: float32, float16, bfloat16, float64, int32, int64, bool. per_input_length: int64, int32.
+
+        >>> server.ops.concat_training(inputs={'0': [[1.0, 2.0]], '1': [[3.0, 4.0], [5.0, 6.0]]}, axis=0).concat_result
+        array([[1., 2.],
+               [3., 4.],
+               [5., 6.]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run("ConcatTraining", {"inputs": inputs}, {"axis": axis}, outputs=outputs, into=into, **add)
+        )
+        if outputs is None and into is None:
+            return ConcatTrainingOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    def split_training(self, input: Input, split: Input, *, axis: int = 0, into: None = None) -> list[Array]: ...
+
+    @overload
+    def split_training(
+        self, input: Input, split: Input, *, axis: int = 0, into: Mapping[str, Into], **add: Unpack[Adding]
+    ) -> list[Array | Receipt]: ...
+
+    def split_training(
+        self,
+        input: Input,
+        split: Input,
+        *,
+        axis: int = 0,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> list[Array] | list[Array | Receipt]:
+        """outputs = the parts of `input` along `axis`, of the lengths in `split`.
+
+        `split` is 1-D and says how many outputs there are. Its lengths are 0 or more and sum to the dimension. The
+        outputs have the names 0, 1, 2, ..., and the dtype of `input`, which may be any.
+
+        input: float32, float16, bfloat16, float64, int32, int64, bool.
+        split: int64, int32.
+        Gives outputs.*: float32, float16, bfloat16, float64, int32, int64, bool.
+
+        >>> server.ops.split_training(input=[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], split=[1, 2])
+        [array([[1., 2.]], dtype=float32), array([[3., 4.],
+               [5., 6.]], dtype=float32)]
+        """
+        results = self._runner.run(
+            calls.grouped(
+                calls.run(
+                    "SplitTraining",
+                    {"input": input, "split": split},
+                    {"axis": axis},
+                    into=None if into is None else {"outputs": into},
+                    **add,
+                ),
+                {"outputs": None},
+                ("outputs",),
+            )
+        )
+        return results["outputs"]  # type: ignore[no-any-return]
 
     @overload
     def conv_grad(

@@ -15,6 +15,7 @@ from gradserve_client.ops import (
     AdamOptimizerOutputs,
     AdamWOptimizerOutputs,
     BroadcastGradientArgsOutputs,
+    ConcatTrainingOutputs,
     ConvGradOutputs,
     ConvTransposeGradOutputs,
     FakeQuantOutputs,
@@ -351,6 +352,88 @@ class AsyncOps:
         if outputs is None:
             return BroadcastGradientArgsOutputs(**results)  # type: ignore[arg-type]
         return results  # type: ignore[return-value]
+
+    @overload
+    async def concat_training(self, inputs: Inputs, *, axis: int, outputs: None = None) -> ConcatTrainingOutputs: ...
+
+    @overload
+    async def concat_training(self, inputs: Inputs, *, axis: int, outputs: Sequence[str]) -> dict[str, Any]: ...
+
+    @overload
+    async def concat_training(
+        self,
+        inputs: Inputs,
+        *,
+        axis: int,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Any]: ...
+
+    async def concat_training(
+        self,
+        inputs: Inputs,
+        *,
+        axis: int,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> ConcatTrainingOutputs | dict[str, Any]:
+        """concat_result = the inputs, one behind the other along `axis`. per_input_length = their lengths there.
+
+        The inputs have one dtype, which may be any, and one shape except along `axis`. `per_input_length` is 1-D and
+        int64; SplitTraining takes it as `split`.
+
+        inputs.*: float32, float16, bfloat16, float64, int32, int64, bool.
+        Gives concat_result: float32, float16, bfloat16, float64, int32, int64, bool. per_input_length: int64, int32.
+        """
+        results = await self._runner.run(
+            calls.run("ConcatTraining", {"inputs": inputs}, {"axis": axis}, outputs=outputs, into=into, **add)
+        )
+        if outputs is None and into is None:
+            return ConcatTrainingOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    async def split_training(self, input: Input, split: Input, *, axis: int = 0, into: None = None) -> list[Array]: ...
+
+    @overload
+    async def split_training(
+        self, input: Input, split: Input, *, axis: int = 0, into: Mapping[str, Into], **add: Unpack[Adding]
+    ) -> list[Array | Receipt]: ...
+
+    async def split_training(
+        self,
+        input: Input,
+        split: Input,
+        *,
+        axis: int = 0,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> list[Array] | list[Array | Receipt]:
+        """outputs = the parts of `input` along `axis`, of the lengths in `split`.
+
+        `split` is 1-D and says how many outputs there are. Its lengths are 0 or more and sum to the dimension. The
+        outputs have the names 0, 1, 2, ..., and the dtype of `input`, which may be any.
+
+        input: float32, float16, bfloat16, float64, int32, int64, bool.
+        split: int64, int32.
+        Gives outputs.*: float32, float16, bfloat16, float64, int32, int64, bool.
+        """
+        results = await self._runner.run(
+            calls.grouped(
+                calls.run(
+                    "SplitTraining",
+                    {"input": input, "split": split},
+                    {"axis": axis},
+                    into=None if into is None else {"outputs": into},
+                    **add,
+                ),
+                {"outputs": None},
+                ("outputs",),
+            )
+        )
+        return results["outputs"]  # type: ignore[no-any-return]
 
     @overload
     async def conv_grad(

@@ -6,6 +6,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "InPlaceAccumulatorV2": {"overwrite": "bool"},
     "ZeroGradient": {"reset_signal": "bool"},
     "BroadcastGradientArgs": {"A_shape": "int64", "B_shape": "int64"},
+    "SplitTraining": {"split": "int64"},
     "DropoutGrad": {"mask": "bool", "training_mode": "bool"},
     "GatherGrad": {"shape": "int64", "indices": "int64"},
     "GRUTraining": {"SL": "int64"},
@@ -32,6 +33,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
 """The dtypes by operator and input."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
+    "ConcatTraining": ("inputs",),
     "SGDOptimizerV2": ("weights", "gradients"),
     "AdamWOptimizer": ("weights", "gradients", "momentums_1", "momentums_2"),
     "InplaceClipGradNorm": ("gradients",),
