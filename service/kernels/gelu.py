@@ -30,14 +30,9 @@ ROOT = float(np.sqrt(2 / np.pi))
 # erfcx(a / sqrt(2)) / 2 is, up to 1e-8, a polynomial of t = 1 / (1 + POLE * a) without a constant. These numbers are
 # our own least-squares fit, with equal errors where exp(-a * a / 2) is large and small relative errors elsewhere.
 POLE = 0.33460816740989685
-POLYNOMIAL = (
-    0.044198217813,
-    -0.206376015979,
-    0.289854235214,
-    -0.051125571079,
-    0.163443299925,
-    0.126032226775,
-    0.133973612349,
+POLYNOMIAL = np.array(
+    [0.044198217813, -0.206376015979, 0.289854235214, -0.051125571079, 0.163443299925, 0.126032226775, 0.133973612349],
+    np.float32,
 )
 """The coefficients, that of the highest power first."""
 

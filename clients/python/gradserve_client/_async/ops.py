@@ -18,6 +18,7 @@ from gradserve_client.ops import (
     ConcatTrainingOutputs,
     ConvGradOutputs,
     ConvTransposeGradOutputs,
+    DivGradOutputs,
     FakeQuantOutputs,
     GRUGradOutputs,
     GRUTrainingOutputs,
@@ -3279,6 +3280,105 @@ class AsyncOps:
             )
         )
         return results["dX"]
+
+    @overload
+    async def reduce_sum_training(
+        self,
+        data: Input,
+        axes: Input,
+        *,
+        keepdims: Literal[0, 1] = 1,
+        noop_with_empty_axes: Literal[0, 1] = 0,
+        into: None = None,
+    ) -> Array: ...
+
+    @overload
+    async def reduce_sum_training(
+        self,
+        data: Input,
+        axes: Input,
+        *,
+        keepdims: Literal[0, 1] = 1,
+        noop_with_empty_axes: Literal[0, 1] = 0,
+        into: Into,
+        **add: Unpack[Adding],
+    ) -> Receipt: ...
+
+    async def reduce_sum_training(
+        self,
+        data: Input,
+        axes: Input,
+        *,
+        keepdims: Literal[0, 1] = 1,
+        noop_with_empty_axes: Literal[0, 1] = 0,
+        into: Into | None = None,
+        **add: Unpack[Adding],
+    ) -> Array | Receipt:
+        """reduced = sum(data), along `axes`.
+
+        `axes` [K] may be negative, and one may occur twice. Without any, the sum is along all axes; with
+        `noop_with_empty_axes`, reduced is then data. `keepdims` keeps the summed dimensions, as 1. A sum of nothing is
+        0.
+
+        data: float32, float16, bfloat16, float64, int32, int64.
+        axes: int64, int32.
+        Gives reduced: float32, float16, bfloat16, float64, int32, int64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "ReduceSumTraining",
+                {"data": data, "axes": axes},
+                {"keepdims": keepdims, "noop_with_empty_axes": noop_with_empty_axes},
+                gives=("reduced",),
+                into=None if into is None else {"reduced": into},
+                **add,
+            )
+        )
+        return results["reduced"]
+
+    @overload
+    async def div_grad(self, dY: Input, A: Input, B: Input, *, outputs: None = None) -> DivGradOutputs: ...
+
+    @overload
+    async def div_grad(self, dY: Input, A: Input, B: Input, *, outputs: Sequence[str]) -> dict[str, Array]: ...
+
+    @overload
+    async def div_grad(
+        self,
+        dY: Input,
+        A: Input,
+        B: Input,
+        *,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    async def div_grad(
+        self,
+        dY: Input,
+        A: Input,
+        B: Input,
+        *,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> DivGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """dA = dY / B; dB = -(dY / B) * (A / B); each summed along the axes that broadcast A, or B.
+
+        `dY` has the shape of A / B. dA has the shape of A, and dB that of B. In this order nothing over- or underflows
+        on the way, as B * B would. float16 and bfloat16 are computed in float32 and rounded once. Only the requested
+        outputs are computed.
+
+        dY, A, B: float32, float16, bfloat16, float64, all alike.
+        Gives dA, dB: float32, float16, bfloat16, float64, all alike.
+        """
+        results = await self._runner.run(
+            calls.run("DivGrad", {"dY": dY, "A": A, "B": B}, {}, gives=("dA", "dB"), outputs=outputs, into=into, **add)
+        )
+        if outputs is None and into is None:
+            return DivGradOutputs(**results)  # type: ignore[arg-type]
+        return results
 
     @overload
     async def scale(self, input: Input, scale: Input, *, scale_down: Literal[0, 1] = 0, into: None = None) -> Array: ...

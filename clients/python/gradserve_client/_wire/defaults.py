@@ -29,6 +29,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "AdamWOptimizer": {"step": "int64", "update_signal": "bool"},
     "AdamOptimizer": {"T": "int64", "update_signal": "bool"},
     "FakeQuantGrad": {"gradient_mask": "bool"},
+    "ReduceSumTraining": {"axes": "int64"},
 }
 """The dtypes by operator and input."""
 
