@@ -13,8 +13,9 @@ import pytest
 from service.buffers import clock
 from service.buffers.changes import Add
 from service.buffers.lmdb import LmdbStore
-from service.buffers.lmdb.format import CLOCK, CLOCK_SEED, seal
+from service.buffers.lmdb.format import CLOCK, CLOCK_SEED
 from service.buffers.memory import MemoryStore
+from service.buffers.sealed import seal
 from service.buffers.store import Store
 from tests.buffers.calls import create, do, key, ones
 from tests.buffers.stores import MAX_BYTES, Reopen, reopening

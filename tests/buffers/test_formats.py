@@ -228,7 +228,10 @@ def tables_of(schema: Schema) -> dict[str, object]:
         ),
         "records": [
             without_numbers(bytes(record))
-            for query in ("select record from buffers order by name", "select record from pushes")
+            for query in (
+                "select substr(record, 1, length(record) - 8) from buffers order by name",  # without the checksum
+                "select record from pushes",
+            )
             for (record,) in schema.ask(query)
         ],
     }

@@ -213,6 +213,38 @@ def test_an_impossible_place_of_the_last_gradient_is_damage(
     assert value(store, "hurt").tolist() == [1, 1]
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "update buffers set record = set_byte(record, length(record) / 2, get_byte(record, length(record) / 2) # 1)",
+        "update buffers set record = convert_to(replace(convert_from(substr(record, 1, length(record) - 8), 'UTF8'),"
+        " '12345.678', '12345.679'), 'UTF8') || substr(record, length(record) - 7)",
+        "update buffers set record = (select record from buffers where name = 'well')",
+    ],
+    ids=["a bit", "a number", "another buffer's"],
+)
+def test_a_record_that_is_damaged_but_readable_is_noticed(schema: Schema, statement: str) -> None:
+    store = schema.open()
+    create(store, "hurt", "well", ttl_seconds=12345.678)
+    for name in ("hurt", "well"):
+        add(store, name, 1.0)
+    schema.ask(f"{statement} where name = 'hurt'")
+    uses: list[Callable[[], object]] = [
+        lambda: store.record("hurt"),
+        lambda: store.read(["hurt"]),
+        lambda: add(store, "hurt", 1.0),
+    ]
+    for use in uses:
+        with pytest.raises(BufferCorrupt, match="of the buffer 'hurt' is damaged"):
+            use()
+    assert [record.name for record in store.records()] == ["well"]
+    assert add(store, "well", 1.0)["count"] == 2
+    wrong = [line for line in examine(schema.url, 1 << 30, schema.name) if line.startswith("WRONG: ")]
+    assert wrong[0] == "WRONG: the buffer 'hurt' is damaged"
+    do(store, Delete(name="hurt"))
+    create(store, "hurt")
+
+
 @pytest.mark.parametrize("nbytes", [(1 << 63) - 1, 1 << 51, -(1 << 63)])
 def test_a_damaged_count_of_bytes_does_not_fill_the_store(
     schema: Schema, monkeypatch: pytest.MonkeyPatch, nbytes: int

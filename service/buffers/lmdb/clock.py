@@ -10,8 +10,9 @@ import lmdb
 from service.buffers import clock
 from service.buffers.clock import Clock
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import CLOCK, CLOCK_SEED, seal
+from service.buffers.lmdb.format import CLOCK, CLOCK_SEED
 from service.buffers.lmdb.reader import Reader, reading
+from service.buffers.sealed import seal
 
 _OFFSET = struct.Struct("<d")
 

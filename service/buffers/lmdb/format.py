@@ -42,8 +42,8 @@ The databases of the LMDB environment hold:
                b"\xff", time, 8 bytes, and `BufferName.joined` -> nothing: when the running epoch is due
 
 Keys are big-endian, times are microseconds since 1970; numbers in chunks and lists of slots are little-endian. Sealed
-data ends with its XXH3 checksum, seeded by the place where it belongs. The file `format` says that a store was complete
-once.
+data ends with its XXH3 checksum, seeded by the place where it belongs (`service/buffers/sealed.py`). The file `format`
+says that a store was complete once.
 
 Why `keys` and `outcomes` are apart: the store adds and deletes outcomes in the order of time, so that their pages are
 full or free. It adds and deletes digests in any order, which leaves pages half empty, but `keys` is small.
@@ -65,9 +65,6 @@ from __future__ import annotations
 
 import struct
 
-import xxhash
-
-from service.buffers import packed
 from service.buffers.names import BufferName
 from service.buffers.record import Record
 
@@ -104,9 +101,6 @@ TIME = struct.Struct(">Q")
 LATEST_MICROSECONDS = 2.0**63
 """Every later time is stored as this, which fits into 8 bytes."""
 
-SEAL_BYTES = 8
-"""Length of a checksum."""
-
 
 def microseconds(seconds: float) -> int:
     """Return a time as it is stored."""
@@ -130,29 +124,3 @@ def key_range(namespace: str, prefix: str, after: str) -> tuple[bytes, bytes]:
     behind = BufferName(namespace, after).joined.encode() + b"\0"
     stop = own + b"\xff"  # which is in no UTF-8
     return max(own, behind), stop if namespace else min(stop, b"~")
-
-
-def seed_of(text: bytes) -> int:
-    """Return the seed of the checksum of what is stored under this name."""
-    return xxhash.xxh3_64_intdigest(text)
-
-
-def seal(data: bytes, seed: int) -> bytes:
-    """Return the data and its checksum."""
-    return data + xxhash.xxh3_64_digest(data, seed)
-
-
-def unseal(sealed: memoryview, seed: int) -> memoryview | None:
-    """Return the data without its checksum; None if the two do not match."""
-    data = sealed[:-SEAL_BYTES]
-    return data if xxhash.xxh3_64_digest(data, seed) == bytes(sealed[-SEAL_BYTES:]) else None
-
-
-def pack_record(record: Record, key: bytes) -> bytes:
-    """Return a record as it is stored under its key, sealed."""
-    return seal(packed.pack_record(record), seed_of(key))
-
-
-def unpack_record(name: BufferName, sealed: memoryview) -> Record:
-    """Return a record from what is stored. Raises `BufferCorrupt`."""
-    return packed.unpack_record(name, unseal(sealed, seed_of(name.joined.encode())) or b"")

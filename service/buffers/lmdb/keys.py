@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import KEYS, TIME, USE, microseconds, seal, seed_of, unseal
+from service.buffers.lmdb.format import KEYS, TIME, USE, microseconds
 from service.buffers.packed import digest_of, pack_known, unpack_known
 from service.buffers.record import Key, Known
+from service.buffers.sealed import seal, seed_of, unseal
 
 PAGE_BYTES = 4096
 """LMDB's page on nearly all machines."""

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import FORGET, TIME, microseconds, seal, seed_of, unseal
+from service.buffers.lmdb.format import FORGET, TIME, microseconds
 from service.buffers.packed import pack_push, unpack_push
 from service.buffers.pushes import MAX_STORED_BYTES, Push, PushName
+from service.buffers.sealed import seal, seed_of, unseal
 from service.errors import BufferCorrupt
 
 _HEAD = struct.Struct(">QQ")

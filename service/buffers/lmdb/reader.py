@@ -10,20 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import (
-    CLOCK,
-    CLOCK_SEED,
-    COUNT,
-    DATABASES,
-    DUE,
-    NUMBER,
-    SEAL_BYTES,
-    TIME,
-    microseconds,
-    name_of,
-    unpack_record,
-    unseal,
-)
+from service.buffers.lmdb.format import CLOCK, CLOCK_SEED, COUNT, DATABASES, DUE, NUMBER, TIME, microseconds, name_of
 from service.buffers.lmdb.keys import KeyReader
 from service.buffers.lmdb.pages import faults_of
 from service.buffers.lmdb.pushes import PushReader
@@ -31,6 +18,7 @@ from service.buffers.lmdb.slots import CHUNK_BYTES, slot_count, slots_in
 from service.buffers.lmdb.values import ValueReader
 from service.buffers.names import BufferName
 from service.buffers.record import Record
+from service.buffers.sealed import SEAL_BYTES, unpack_record, unseal
 from service.errors import BufferCorrupt
 
 

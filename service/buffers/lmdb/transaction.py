@@ -11,18 +11,7 @@ from service.buffers.closing import close_if_due
 from service.buffers.gradients import Gradient
 from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.environment import MARGIN_BYTES, Environment
-from service.buffers.lmdb.format import (
-    COUNT,
-    DUE,
-    NUMBER,
-    SEAL_BYTES,
-    TIME,
-    due_entry,
-    key_range,
-    microseconds,
-    name_of,
-    pack_record,
-)
+from service.buffers.lmdb.format import COUNT, DUE, NUMBER, TIME, due_entry, key_range, microseconds, name_of
 from service.buffers.lmdb.keys import KeyWriter
 from service.buffers.lmdb.pushes import PushWriter
 from service.buffers.lmdb.slots import CHUNK_BYTES, RESERVE_BYTES, disk_full
@@ -32,6 +21,7 @@ from service.buffers.names import BufferName
 from service.buffers.pushes import PushName
 from service.buffers.record import Key, Known, Record, Spec, too_many
 from service.buffers.room import KEYS_PART, check_keys, store_full
+from service.buffers.sealed import SEAL_BYTES, pack_record
 from service.buffers.staging import free_push
 from service.dtypes import Array
 from service.errors import BufferCorrupt
@@ -199,7 +189,7 @@ class LmdbTransaction(Staging):
             if record is None:
                 self._txn.delete(key, db=self._env.buffers)
             else:
-                sealed = pack_record(record, key)
+                sealed = pack_record(record)
                 self._txn.put(key, sealed, db=self._env.buffers)
                 record.__dict__["packed_bytes"] = len(sealed) - SEAL_BYTES
         for namespace, count in self._counts.items():

@@ -18,7 +18,7 @@ import xxhash
 from service.buffers import failpoints
 from service.buffers.gradients import Dense, Gradient, add_piece, stored_bytes
 from service.buffers.lmdb.caches import CachedValue, ValueCache
-from service.buffers.lmdb.format import NUMBER, SEAL_BYTES
+from service.buffers.lmdb.format import NUMBER
 from service.buffers.lmdb.slots import CHUNK_BYTES, Databases, Slots
 from service.buffers.lmdb.sums import is_sum, may_be_sum
 from service.buffers.lmdb.values import (
@@ -33,6 +33,7 @@ from service.buffers.lmdb.values import (
 )
 from service.buffers.pushes import Place
 from service.buffers.record import Spec
+from service.buffers.sealed import SEAL_BYTES
 from service.dtypes import NAMES, Array
 from service.errors import BufferCorrupt
 from service.kernels.gather import GatheredRows

@@ -21,7 +21,7 @@ from psycopg.errors import DiskFull
 from service.buffers import perform
 from service.buffers.changes import Create
 from service.buffers.names import BufferName
-from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
+from service.buffers.packed import digest_of, pack_known
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import statements as sql
 from service.buffers.postgres.connections import Database
@@ -31,6 +31,7 @@ from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, as
 from service.buffers.postgres.schema import FREED_SECONDS
 from service.buffers.postgres.transaction import Changes, Found, Stored
 from service.buffers.restore import Restore
+from service.buffers.sealed import pack_record, unpack_record
 from service.errors import BufferCorrupt, GradserveError
 
 

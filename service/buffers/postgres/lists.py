@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from service.buffers.names import BufferName
-from service.buffers.packed import unpack_record
 from service.buffers.postgres.exchange import Connection, Statement
+from service.buffers.postgres.statements import RECORD_SIZE
 from service.buffers.record import Record
+from service.buffers.sealed import unpack_record
 from service.errors import BufferCorrupt
 
-_RECORDS = Statement("""
+_RECORDS = Statement(f"""
     select name, record from (
-        select name, record, sum(octet_length(record)) over (order by name) - octet_length(record) as before
+        select name, record, sum({RECORD_SIZE}) over (order by name) - {RECORD_SIZE} as before
         from buffers
         where namespace = $1::text and starts_with(name, $2::text) and name > $3::text and name >= $2::text
             and (expires is null or expires > coalesce($4::double precision, extract(epoch from now())))
@@ -32,8 +33,8 @@ NAMES = Statement("""
     order by name limit $4::bigint
 """)
 
-RECORD_BYTES = Statement("""
-    select coalesce(sum(octet_length(buffers.record)), 0)::bigint
+RECORD_BYTES = Statement(f"""
+    select coalesce(sum({RECORD_SIZE}), 0)::bigint
     from unnest($1::text[], $2::text[]) as wanted(namespace, name)
     join buffers on buffers.namespace = wanted.namespace collate "C" and buffers.name = wanted.name collate "C"
 """)

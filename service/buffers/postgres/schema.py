@@ -15,6 +15,8 @@ too, and the transaction that would admit it finds that and fails; the writer st
 
 A table has the blobs of a block of ids, and is dropped once all of them are free: see `blobs.py`.
 
+A record is sealed as in LMDB: it ends with a checksum, seeded by the name of its buffer (`service/buffers/sealed.py`).
+
 The gradients of a push in parts are deltas, too, of values that no buffer has: see `pushes.py`.
 
 A transaction takes its locks in one order: keys, pushes, namespaces with new buffers, buffers by name. A fold locks one

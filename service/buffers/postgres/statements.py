@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from service.buffers.postgres.exchange import Statement
 from service.buffers.pushes import MAX_STORED_BYTES
+from service.buffers.sealed import SEAL_BYTES
 
 KEY_LOCK = 1
 """The class of the advisory locks of keys."""
@@ -79,9 +80,12 @@ COUNTS = Statement("""
     group by namespace
 """)
 
-_WITHIN = """
-    select namespace, name, case when sum(octet_length(record)) over () <= $1::bigint then record end, seq
-    from ({}) as locked
+RECORD_SIZE = f"(octet_length(record) - {SEAL_BYTES})"
+"""Bytes of a record without its checksum, as in every store."""
+
+_WITHIN = f"""
+    select namespace, name, case when sum({RECORD_SIZE}) over () <= $1::bigint then record end, seq
+    from ({{}}) as locked
 """
 """No record if all have more bytes: they would take too much memory."""
 
