@@ -66,7 +66,7 @@ def operators() -> str:
             (
                 operator.name,
                 f"{names(operator.inputs)} -> {names(operator.outputs)}",
-                ", ".join(f"{a.name} = {a.default}" for a in operator.attributes),
+                ", ".join(a.name if a.required else f"{a.name} = {a.default}" for a in operator.attributes),
                 f"`{operator.formula.rstrip('.').replace('`', '')}`",
             )
             for operator in OPERATORS.values()
