@@ -83,6 +83,13 @@ def test_infinities_give_the_limits_and_only_nan_gives_nan(kernel: Callable[...,
     assert np.isnan(kernel(np.array([NAN, INF], dtype), np.array([1, NAN], dtype))).all()
 
 
+@every_kernel
+def test_the_slope_at_zero_is_exactly_one_half(kernel: Callable[..., Array]) -> None:
+    for dtype in FLOAT_DTYPES:
+        X = np.array([0.0, -0.0, 1e-30, -1e-30], dtype)
+        assert kernel(np.full(4, 2, dtype), X).astype(float).tolist() == [1] * 4
+
+
 def test_the_tail_is_exactly_zero_or_dY_far_out() -> None:
     X = np.array([15, 20, 40, 1e20, -15, -20, -40, -1e20], np.float32)
     for kernel in BIASED:
