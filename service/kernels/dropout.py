@@ -21,14 +21,21 @@ _EXAMPLE = {
 
 @op("DropoutGrad", outputs="dx", example=_EXAMPLE)
 def dropout_grad(
-    dy: T, mask: Flag, ratio: U | None = None, training_mode: Flag | None = None, /, *, out: T | None = None
+    dy: T,
+    mask: Flag,
+    ratio: U | None = None,
+    training_mode: Flag | None = None,
+    /,
+    *,
+    seed: int | None = None,
+    out: T | None = None,
 ) -> T:
     """dx = dy / (1 - ratio) where mask is true, else 0; dx = dy if ratio is 0 or training_mode is false.
 
     `mask` has the shape of `dy`: Dropout's second output, true where it kept the element. Where it is false, dx is +0
-    for any dy. `ratio` and `training_mode` have one element; without them, they are 0.5 and true. dx has the shape and
-    dtype of dy; float16 and bfloat16 are computed in float32 and rounded once. Raises `ShapeMismatch`, and
-    `InvalidTensor`: the ratio must be in [0, 1).
+    for any dy. `ratio` and `training_mode` have one element; without them, they are 0.5 and true. dx has the shape
+    and dtype of dy; float16 and bfloat16 are computed in float32 and rounded once. `seed`, which nodes of real
+    graphs may have, changes nothing. Raises `ShapeMismatch`, and `InvalidTensor`: the ratio must be in [0, 1).
     """
     same_shapes(dy=dy, mask=mask)
     rate = 0.5 if ratio is None else one_element("ratio", ratio)
@@ -38,7 +45,7 @@ def dropout_grad(
         result, (gradient,) = prepare((dy,), out)
         result[...] = gradient
         return result
-    kept = 1 - compute_dtype(dy.dtype).type(rate)
+    kept = compute_dtype(dy.dtype).type(1 - rate)
 
     def formula(dy: Array, mask: Array, out: Array) -> None:
         np.divide(dy, kept, out=out)

@@ -46,7 +46,13 @@ def test_without_dropout_dy_passes_bit_by_bit() -> None:
     assert_same_bits(dropout_grad(dy, mask, one(0.0)), dy)
     assert_same_bits(dropout_grad(dy, mask, one(0.5), FALSE), dy)
     assert dropout_grad(dy, mask, one(0.5), TRUE).tolist() == [3, 0, 0, 0]
-    assert dropout_grad(dy, mask, None, TRUE).tolist() == dropout_grad(dy, mask).tolist() == [3, 0, 0, 0]
+    assert dropout_grad(dy, mask, seed=7).tolist() == dropout_grad(dy, mask, None, TRUE).tolist() == [3, 0, 0, 0]
+
+
+def test_a_ratio_next_to_1_keeps_its_distance() -> None:
+    """Rounded to the dtype of dy, it would be 1."""
+    got = dropout_grad(np.ones(1, np.float32), np.ones(1, np.bool_), one(1 - 2.0**-40, np.float64))
+    assert got.tolist() == [2.0**40]
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5, np.nan, np.inf, -np.inf])

@@ -875,6 +875,7 @@ class Ops:
         ratio: Input | None = None,
         training_mode: Input | None = None,
         *,
+        seed: int | None = None,
         into: None = None,
     ) -> Array: ...
 
@@ -886,6 +887,7 @@ class Ops:
         ratio: Input | None = None,
         training_mode: Input | None = None,
         *,
+        seed: int | None = None,
         into: Into,
         **add: Unpack[Adding],
     ) -> Receipt: ...
@@ -897,6 +899,7 @@ class Ops:
         ratio: Input | None = None,
         training_mode: Input | None = None,
         *,
+        seed: int | None = None,
         into: Into | None = None,
         **add: Unpack[Adding],
     ) -> Array | Receipt:
@@ -904,7 +907,8 @@ class Ops:
 
         `mask` has the shape of `dy`: Dropout's second output, true where it kept the element. Where it is false, dx is
         +0 for any dy. `ratio` and `training_mode` have one element; without them, they are 0.5 and true. dx has the
-        shape and dtype of dy; float16 and bfloat16 are computed in float32 and rounded once.
+        shape and dtype of dy; float16 and bfloat16 are computed in float32 and rounded once. `seed`, which nodes of
+        real graphs may have, changes nothing.
 
         dy: float32, float16, bfloat16, float64.
         mask, training_mode (optional): bool.
@@ -924,7 +928,7 @@ class Ops:
             calls.run(
                 "DropoutGrad",
                 {"dy": dy, "mask": mask, "ratio": ratio, "training_mode": training_mode},
-                {},
+                {"seed": seed},
                 gives=("dx",),
                 into=None if into is None else {"dx": into},
                 **add,
@@ -994,7 +998,7 @@ class Ops:
         Gives dX: float32, float16, bfloat16, float64.
 
         >>> server.ops.gelu_grad(dY=[[1.0, -2.0], [3.0, 0.5]], X=[[0.5, -1.0], [2.0, 0.0]])
-        array([[0.86749506, 0.166631  ],
+        array([[0.8674952 , 0.16663103],
                [3.2556953 , 0.25      ]], dtype=float32)
         """
         results = self._runner.run(

@@ -652,6 +652,7 @@ class AsyncOps:
         ratio: Input | None = None,
         training_mode: Input | None = None,
         *,
+        seed: int | None = None,
         into: None = None,
     ) -> Array: ...
 
@@ -663,6 +664,7 @@ class AsyncOps:
         ratio: Input | None = None,
         training_mode: Input | None = None,
         *,
+        seed: int | None = None,
         into: Into,
         **add: Unpack[Adding],
     ) -> Receipt: ...
@@ -674,6 +676,7 @@ class AsyncOps:
         ratio: Input | None = None,
         training_mode: Input | None = None,
         *,
+        seed: int | None = None,
         into: Into | None = None,
         **add: Unpack[Adding],
     ) -> Array | Receipt:
@@ -681,7 +684,8 @@ class AsyncOps:
 
         `mask` has the shape of `dy`: Dropout's second output, true where it kept the element. Where it is false, dx is
         +0 for any dy. `ratio` and `training_mode` have one element; without them, they are 0.5 and true. dx has the
-        shape and dtype of dy; float16 and bfloat16 are computed in float32 and rounded once.
+        shape and dtype of dy; float16 and bfloat16 are computed in float32 and rounded once. `seed`, which nodes of
+        real graphs may have, changes nothing.
 
         dy: float32, float16, bfloat16, float64.
         mask, training_mode (optional): bool.
@@ -692,7 +696,7 @@ class AsyncOps:
             calls.run(
                 "DropoutGrad",
                 {"dy": dy, "mask": mask, "ratio": ratio, "training_mode": training_mode},
-                {},
+                {"seed": seed},
                 gives=("dx",),
                 into=None if into is None else {"dx": into},
                 **add,
