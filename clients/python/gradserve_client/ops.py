@@ -3671,6 +3671,179 @@ class Ops:
         return results["reduced"]
 
     @overload
+    def max_pool_grad(
+        self,
+        dY: Input,
+        Indices: Input,
+        shape: Input,
+        *,
+        kernel_shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        ceil_mode: Literal[0, 1] = 0,
+        storage_order: Literal[0] = 0,
+        into: None = None,
+    ) -> Array: ...
+
+    @overload
+    def max_pool_grad(
+        self,
+        dY: Input,
+        Indices: Input,
+        shape: Input,
+        *,
+        kernel_shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        ceil_mode: Literal[0, 1] = 0,
+        storage_order: Literal[0] = 0,
+        into: Into,
+        **add: Unpack[Adding],
+    ) -> Receipt: ...
+
+    def max_pool_grad(
+        self,
+        dY: Input,
+        Indices: Input,
+        shape: Input,
+        *,
+        kernel_shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        ceil_mode: Literal[0, 1] = 0,
+        storage_order: Literal[0] = 0,
+        into: Into | None = None,
+        **add: Unpack[Adding],
+    ) -> Array | Receipt:
+        """dX = zeros(shape); dX.flat[Indices] += dY.
+
+        `shape` is that of X, [N, C, in...]; dY and Indices are [N, C, out...]. Indices are what MaxPool returns: places
+        in all of X, flat and row-major. PyTorch's are places in a plane: add (n * C + c) * prod(in). -1 is no element,
+        and neither is what ONNX Runtime's MaxPool gives for a window without numbers: the place of (-1, -1, ...) in the
+        plane. Elements with several gradients get them in order. MaxPool's own attributes change nothing;
+        `storage_order` must be 0.
+
+        dY: float32, float16, bfloat16, float64.
+        Indices: int64, int32.
+        shape: int64, int32.
+        Gives dX: float32, float16, bfloat16, float64.
+
+        >>> server.ops.max_pool_grad(dY=[[[[1.0, 2.0]]]], Indices=[[[[1, 2]]]], shape=[1, 1, 2, 2])
+        array([[[[0., 1.],
+                 [2., 0.]]]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "MaxPoolGrad",
+                {"dY": dY, "Indices": Indices, "shape": shape},
+                {
+                    "kernel_shape": kernel_shape,
+                    "strides": strides,
+                    "pads": pads,
+                    "dilations": dilations,
+                    "auto_pad": auto_pad,
+                    "ceil_mode": ceil_mode,
+                    "storage_order": storage_order,
+                },
+                gives=("dX",),
+                into=None if into is None else {"dX": into},
+                **add,
+            )
+        )
+        return results["dX"]
+
+    @overload
+    def average_pool_grad(
+        self,
+        dY: Input,
+        shape: Input,
+        *,
+        kernel_shape: Sequence[int],
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        ceil_mode: Literal[0, 1] = 0,
+        count_include_pad: Literal[0, 1] = 0,
+        into: None = None,
+    ) -> Array: ...
+
+    @overload
+    def average_pool_grad(
+        self,
+        dY: Input,
+        shape: Input,
+        *,
+        kernel_shape: Sequence[int],
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        ceil_mode: Literal[0, 1] = 0,
+        count_include_pad: Literal[0, 1] = 0,
+        into: Into,
+        **add: Unpack[Adding],
+    ) -> Receipt: ...
+
+    def average_pool_grad(
+        self,
+        dY: Input,
+        shape: Input,
+        *,
+        kernel_shape: Sequence[int],
+        strides: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        auto_pad: Literal["NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"] = "NOTSET",
+        ceil_mode: Literal[0, 1] = 0,
+        count_include_pad: Literal[0, 1] = 0,
+        into: Into | None = None,
+        **add: Unpack[Adding],
+    ) -> Array | Receipt:
+        """dX = zeros(shape); each element of dY is spread evenly over its window's elements: dX[window] += dY / count.
+
+        `shape` is that of X, [N, C, in...], and dY is [N, C, out...]. `count` are the window's elements inside X, or,
+        with count_include_pad, all elements of the kernel, also where `ceil_mode` lets a window stick out. A window
+        without an element of X gives nothing; with `ceil_mode`, dY may leave out those at the end. The other attributes
+        are as in ConvGrad, but SAME_UPPER and SAME_LOWER take no account of `dilations`, as in ONNX Runtime's
+        AveragePool. Raises `ShapeMismatch`, `InvalidParameter`, `InvalidTensor` for a negative dimension and
+        `TooManyDimensions`.
+
+        dY: float32, float16, bfloat16, float64.
+        shape: int64, int32.
+        Gives dX: float32, float16, bfloat16, float64.
+
+        >>> server.ops.average_pool_grad(dY=[[[[4.0, 8.0]]]], shape=[1, 1, 2, 3], kernel_shape=[2, 2])
+        array([[[[1., 3., 2.],
+                 [1., 3., 2.]]]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "AveragePoolGrad",
+                {"dY": dY, "shape": shape},
+                {
+                    "kernel_shape": kernel_shape,
+                    "strides": strides,
+                    "pads": pads,
+                    "dilations": dilations,
+                    "auto_pad": auto_pad,
+                    "ceil_mode": ceil_mode,
+                    "count_include_pad": count_include_pad,
+                },
+                gives=("dX",),
+                into=None if into is None else {"dX": into},
+                **add,
+            )
+        )
+        return results["dX"]
+
+    @overload
     def fake_quant(
         self,
         input: Input,

@@ -28,6 +28,8 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "SGDOptimizerV2": {"update_signal": "bool"},
     "AdamWOptimizer": {"step": "int64", "update_signal": "bool"},
     "AdamOptimizer": {"T": "int64", "update_signal": "bool"},
+    "MaxPoolGrad": {"Indices": "int64", "shape": "int64"},
+    "AveragePoolGrad": {"shape": "int64"},
     "FakeQuantGrad": {"gradient_mask": "bool"},
     "ReduceSumTraining": {"axes": "int64"},
 }
