@@ -39,7 +39,9 @@ def test_every_operator_takes_and_answers_safetensors(client: httpx.Client, oper
     read = codec.decode(memoryview(answer.content), Limits(1 << 20))
     assert read.keys() == expected.keys()
     assert_same({name: read[name] for name in expected}, expected)
-    assert_same(decode_json(post(client, operator.name, content, accept=JSON, **params)), expected)
+    in_json = decode_json(post(client, operator.name, content, accept=JSON, **params))
+    assert_same({name: in_json[name] for name in expected}, expected)  # a file has its tensors in another order
+    assert in_json.keys() == expected.keys()
 
 
 def test_outputs_and_attributes_are_asked_for_in_the_query(client: httpx.Client) -> None:
