@@ -157,6 +157,16 @@ def test_into_adds_and_gives_a_receipt(server: Any, key: str) -> None:
     assert server.buffers["w"].value().tolist() == [7.0, 2.0]
 
 
+def test_an_operator_with_an_input_weight_adds_with_a_weight_by_its_name(server: Any) -> None:
+    loss = OPERATORS["SparseSoftmaxCrossEntropyGrad"]
+    arrays = example(loss)
+    expected = loss(arrays, {})["d_logits"]
+    server.buffers["logits"].create(expected.shape)
+    assert server.ops.sparse_softmax_cross_entropy_grad(**arrays, into="logits", epoch=0).weight == 1
+    server.run(loss.name, arrays, into={"d_logits": "logits"}, weight=2)
+    np.testing.assert_allclose(server.buffers["logits"].value(), 3 * expected, rtol=1e-6)
+
+
 def test_optional_inputs_may_be_omitted(server: Any) -> None:
     gru = OPERATORS["GRUGrad"]
     arrays = {name: array for name, array in example(gru).items() if name not in ("B", "SL", "H0")}
