@@ -13,6 +13,9 @@ from service.kernels._narrow import narrow, widen
 
 T = TypeVar("T", bound=Array)
 
+LENGTH_STEP = 1024
+"""Elements: lengths of blocks are multiples of this. If the tensor begins at a cache line, so does every block."""
+
 
 def elementwise(
     formula: Callable[..., None], inputs: Sequence[Array], out: T | None, *, temporaries: int, row: Array | None = None
@@ -34,6 +37,7 @@ def elementwise(
 
     if row is not None and np.may_share_memory(row, result):
         row = row.copy()
+    length = _balanced(target.size, length)
     columns = 1 if row is None else max(1, row.size)
     height = columns * max(1, length // columns)  # elements of whole rows: a block's, unless one row is longer
     pieces = -(-height // length)
@@ -58,6 +62,15 @@ def elementwise(
 
     share_out(compute, -(-target.size // height) * pieces)
     return result
+
+
+def _balanced(size: int, length: int) -> int:
+    """Return a length of blocks up to `length` that leaves two threads the same work, if there are several blocks."""
+    count = -(-size // length)
+    if count < 2:
+        return length
+    count += count % 2
+    return -(-size // (count * LENGTH_STEP)) * LENGTH_STEP
 
 
 def bits(block: Array) -> Array:
