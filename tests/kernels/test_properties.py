@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scipy.special import expit
+from scipy.special import expit, log_softmax
 
 from service.dtypes import Array
 from service.errors import Invalid, ShapeMismatch
@@ -21,6 +21,7 @@ from service.kernels.accumulate import in_place_accumulator, in_place_accumulato
 from service.kernels.activations import leaky_relu_grad, quick_gelu_grad, relu_grad, sigmoid_grad, tanh_grad
 from service.kernels.broadcast import broadcast_gradient_args
 from service.kernels.gather import gather_grad
+from service.kernels.losses import softmax_cross_entropy_loss, softmax_cross_entropy_loss_grad
 from service.kernels.softmax import log_softmax_grad, log_softmax_grad_13, softmax_grad, softmax_grad_13
 from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_close, assert_like, assert_same_bits
@@ -124,6 +125,35 @@ def test_softmax(kernel: Kernel, pair: tuple[Array, Array], axis: int) -> None:
     expected = dY - weight * total if weight is not Y else Y * (dY - total)
     rounding = unit * (np.abs(weight) * (Y.size + 8) * bound + 4 * np.abs(weight * dY))
     assert_near(kernel(*pair, axis=axis), expected, rounding)
+
+
+@examples
+@given(
+    alike(hnp.array_shapes(min_dims=2, max_dims=4, min_side=0, max_side=5), st.floats(-8, 8, width=16)),
+    st.sampled_from(["mean", "sum", "none"]),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_cross_entropy(pair: tuple[Array, Array], reduction: Any, weighted: bool, seed: int) -> None:
+    """Some labels are -1, which is ignored; all are, where there are no classes."""
+    scores, classes, random = pair[0], pair[0].shape[1], np.random.default_rng(seed)
+    labels = random.integers(-1, classes, (scores.shape[0], *scores.shape[2:]))
+    weights = random.uniform(0.5, 2, classes).astype(scores.dtype) if weighted else None
+    given: Any = (labels, weights), {"reduction": reduction, "ignore_index": -1}
+    loss, log_prob = softmax_cross_entropy_loss(scores, *given[0], **given[1])
+    exact = log_softmax(wide(scores)[0], axis=1) if scores.size else wide(scores)[0]
+    hot = np.moveaxis(np.eye(classes + 1)[labels][..., :classes], -1, 1)
+    share = np.append(np.ones(classes) if weights is None else wide(weights)[0], 0)[labels]
+    total = (share.sum() or 1) if reduction == "mean" else 1
+    losses = -share * (np.where(hot, exact, 0)).sum(1) / total
+    unit = compute_eps(scores.dtype)
+    assert_near(log_prob, exact, 40 * unit)
+    expected = losses if reduction == "none" else losses.sum()
+    assert_near(loss, np.asarray(expected), 40 * unit * (share.sum() / total if reduction != "none" else 2))
+    dY = np.ones_like(loss)
+    d_logits = softmax_cross_entropy_loss_grad(dY, log_prob, *given[0], **given[1])
+    slope = np.expand_dims(share / total, 1)
+    assert_near(d_logits, (np.exp(wide(log_prob)[0]) - hot) * slope, 8 * unit * slope)
 
 
 PAIRED: list[Kernel] = [
