@@ -46,7 +46,10 @@ def reduce_sum_training(
     """
     if axes.ndim != 1:
         raise ShapeMismatch(f"axes has shape {list(axes.shape)}, but must have one dimension", tensor="axes")
-    summed = {normalize_axis(axis, data.ndim, "axes", "data") for axis in axes.tolist()}
+    for axis in (axes.min(), axes.max()) if axes.size else ():
+        normalize_axis(int(axis), data.ndim, "axes", "data")
+    claim(axes.nbytes)
+    summed = {axis % data.ndim for axis in np.unique(axes).tolist()}
     if not axes.size and not noop_with_empty_axes:
         summed = {*range(data.ndim)}
     kept = [1 if axis in summed else size for axis, size in enumerate(data.shape)]
