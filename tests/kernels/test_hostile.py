@@ -105,6 +105,9 @@ def changes(call: Call) -> list[Callable[[], Call]]:
             for place in (slice(None), slice(1), slice(-1, None)):
                 found.append(partial(change, partial(placed, array, place, value), f"with {value} at {place}"))
         found.append(partial(change, partial(turned, array), "with negative strides"))
+        if array.dtype.kind == "i":
+            for value in (0, -1, np.iinfo(array.dtype).max):
+                found.append(partial(change, partial(np.full, HUGE, value, array.dtype), f"as {HUGE} times {value}"))
     found.append(partial(call.with_tensor, "nonsense", lambda: np.ones(1, np.float32), "of no meaning"))
     found += [*together(call), *groups(call)]
     for attribute in call.operator.attributes:
