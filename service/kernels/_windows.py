@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from service.errors import InvalidParameter, ShapeMismatch
 
@@ -117,3 +118,18 @@ def numbers(
             problem = f"{name}[{place}] is {value}, but must be in [{least}, {LARGEST}]"
             raise InvalidParameter(problem, parameter=name)
     return tuple(values)
+
+
+Phase = tuple[tuple[Any, ...], list[tuple[int, tuple[int, ...]]]]
+"""The pixels of a phase, and the taps that see them: each has its number, and by how many windows it is shifted."""
+
+
+def find_phases(windows: Windows) -> list[Phase]:
+    """Return the phases, each of every stride-th pixel, that the windows see."""
+    phases: dict[tuple[int, ...], Phase] = {}
+    for number, places in enumerate(itertools.product(*map(windows.taps, range(len(windows.sizes))))):
+        splits = [divmod(place, stride) for place, stride in zip(places, windows.strides, strict=True)]
+        first = tuple(start for _, start in splits)
+        pixels = (..., *(slice(start, None, stride) for start, stride in zip(first, windows.strides, strict=True)))
+        phases.setdefault(first, (pixels, []))[1].append((number, tuple(shift for shift, _ in splits)))
+    return list(phases.values())

@@ -8,7 +8,6 @@ of ONNX Runtime 1.19.2.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from service.kernels._correlation import MATRIX_BYTES, Correlation, Tap
 from service.kernels._narrow import compute_wide, widen_tensor
 from service.kernels._op import op
 from service.kernels._types import NotNegative, Positive, Rank4, T
-from service.kernels._windows import AutoPad, Windows, make_windows, numbers, padded
+from service.kernels._windows import AutoPad, Phase, Windows, find_phases, make_windows, numbers, padded
 
 COPY_MULTIPLY_ADDS = 10
 """Multiplications and additions of a product that take as long as to copy a number."""
@@ -237,7 +236,7 @@ def _conv(windows: Windows, tensors: _Tensors) -> None:
     """Let the pixels of dY see X, or those of X see dY, whichever takes less time."""
     dY, X, W, dX, dW = tensors.dY, tensors.X, tensors.W, tensors.dX, tensors.dW
     M, C = W.shape[1:3]
-    phases = _phases(windows)
+    phases = find_phases(windows)
     if dX is not None and len(phases) < math.prod(windows.strides):
         dX[...] = 0
     by_dY = dY.size // M * C * (3 * COPY_MULTIPLY_ADDS + M)
@@ -259,25 +258,11 @@ def _conv(windows: Windows, tensors: _Tensors) -> None:
 
 def _conv_transpose(windows: Windows, tensors: _Tensors) -> None:
     """Let the pixels of X see dY."""
-    _see_phases(tensors.dY, _phases(windows), tensors.X, tensors.W, tensors.dW, result=tensors.dX)
-
-
-_Phase = tuple[tuple[Any, ...], list[tuple[int, tuple[int, ...]]]]
-"""The pixels of a phase, and the taps that see them: each has its number, and by how many windows it is shifted."""
-
-
-def _phases(windows: Windows) -> list[_Phase]:
-    phases: dict[tuple[int, ...], _Phase] = {}
-    for number, places in enumerate(itertools.product(*map(windows.taps, range(len(windows.sizes))))):
-        splits = [divmod(place, stride) for place, stride in zip(places, windows.strides, strict=True)]
-        first = tuple(start for _, start in splits)
-        pixels = (..., *(slice(start, None, stride) for start, stride in zip(first, windows.strides, strict=True)))
-        phases.setdefault(first, (pixels, []))[1].append((number, tuple(shift for shift, _ in splits)))
-    return list(phases.values())
+    _see_phases(tensors.dY, find_phases(windows), tensors.X, tensors.W, tensors.dW, result=tensors.dX)
 
 
 def _see_phases(
-    source: Array, phases: Sequence[_Phase], partner: Array, W: Array, dW: Array | None, **gradients: Any
+    source: Array, phases: Sequence[Phase], partner: Array, W: Array, dW: Array | None, **gradients: Any
 ) -> None:
     """Let each pixel of `partner` see a window over `source`."""
     if len(phases) > 1:

@@ -23,6 +23,24 @@ class InPlaceAccumulatorV2Outputs(NamedTuple):
     accumulated_gradient: Array
 
 
+class BatchNormInternalOutputs(NamedTuple):
+    """The outputs of BatchNormInternal."""
+
+    Y: Array
+    running_mean: Array
+    running_var: Array
+    saved_mean: Array
+    saved_inv_std: Array
+
+
+class BatchNormalizationGradOutputs(NamedTuple):
+    """The outputs of BatchNormalizationGrad."""
+
+    X_grad: Array
+    scale_grad: Array
+    bias_grad: Array
+
+
 class BroadcastGradientArgsOutputs(NamedTuple):
     """The outputs of BroadcastGradientArgs."""
 
@@ -512,6 +530,203 @@ class Ops:
             )
         )
         return results["dX"]
+
+    @overload
+    def batch_norm_internal(
+        self,
+        X: Input,
+        scale: Input,
+        B: Input,
+        input_mean: Input,
+        input_var: Input,
+        *,
+        epsilon: float = 1e-05,
+        momentum: float = 0.9,
+        training_mode: Literal[0, 1] = 1,
+        outputs: None = None,
+    ) -> BatchNormInternalOutputs: ...
+
+    @overload
+    def batch_norm_internal(
+        self,
+        X: Input,
+        scale: Input,
+        B: Input,
+        input_mean: Input,
+        input_var: Input,
+        *,
+        epsilon: float = 1e-05,
+        momentum: float = 0.9,
+        training_mode: Literal[0, 1] = 1,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def batch_norm_internal(
+        self,
+        X: Input,
+        scale: Input,
+        B: Input,
+        input_mean: Input,
+        input_var: Input,
+        *,
+        epsilon: float = 1e-05,
+        momentum: float = 0.9,
+        training_mode: Literal[0, 1] = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def batch_norm_internal(
+        self,
+        X: Input,
+        scale: Input,
+        B: Input,
+        input_mean: Input,
+        input_var: Input,
+        *,
+        epsilon: float = 1e-05,
+        momentum: float = 0.9,
+        training_mode: Literal[0, 1] = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> BatchNormInternalOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """Y = (X - mean) * inv_std * scale + B; running_* = momentum * input_* + (1 - momentum) * statistic.
+
+        X is [N, C, ...], all others are [C], Y has the shape of X. The statistics, of a channel over all its numbers,
+        are saved_mean and the population variance; saved_inv_std = 1 / sqrt(variance + epsilon). running_var has the
+        population variance, too, as in ONNX; PyTorch has the unbiased one there, and its momentum is 1 - momentum.
+        Without training_mode the statistics are input_mean and input_var, and running_* are the same.
+
+        X: float32, float16, bfloat16, float64.
+        scale, B: float32, float16, bfloat16, float64, all alike.
+        input_mean, input_var: float32, float16, bfloat16, float64, all alike.
+        Gives Y: float32, float16, bfloat16, float64. running_mean, running_var, saved_mean, saved_inv_std: float32,
+            float16, bfloat16, float64, all alike.
+
+        >>> server.ops.batch_norm_internal(
+        ...     X=[[[[1.0, 3.0]], [[0.0, 4.0]]]],
+        ...     scale=[1.0, 0.5],
+        ...     B=[0.0, 1.0],
+        ...     input_mean=[0.0, 0.0],
+        ...     input_var=[1.0, 1.0],
+        ...     epsilon=0.0,
+        ...     momentum=0.5,
+        ... ).Y
+        array([[[[-1. ,  1. ]],
+        <BLANKLINE>
+                [[ 0.5,  1.5]]]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "BatchNormInternal",
+                {"X": X, "scale": scale, "B": B, "input_mean": input_mean, "input_var": input_var},
+                {"epsilon": epsilon, "momentum": momentum, "training_mode": training_mode},
+                gives=("Y", "running_mean", "running_var", "saved_mean", "saved_inv_std"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return BatchNormInternalOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    def batch_normalization_grad(
+        self,
+        dY: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        variance: Input,
+        *,
+        epsilon: float = 1e-05,
+        outputs: None = None,
+    ) -> BatchNormalizationGradOutputs: ...
+
+    @overload
+    def batch_normalization_grad(
+        self,
+        dY: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        variance: Input,
+        *,
+        epsilon: float = 1e-05,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def batch_normalization_grad(
+        self,
+        dY: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        variance: Input,
+        *,
+        epsilon: float = 1e-05,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    def batch_normalization_grad(
+        self,
+        dY: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        variance: Input,
+        *,
+        epsilon: float = 1e-05,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> BatchNormalizationGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """X_grad = scale * inv / n * (n * dY - bias_grad - x * scale_grad), where x = (X - mean) * inv.
+
+        dY and X are [N, C, ...], all others are [C]; n is the number of a channel's numbers. `variance` is, despite its
+        name, inv = 1 / sqrt(variance + epsilon), which BatchNormInternal returns as saved_inv_std. So `epsilon` changes
+        nothing. bias_grad is the sum of dY, and scale_grad that of dY * x, over all but the channels. Only the
+        requested outputs are computed. Without images the sums are 0.
+
+        dY, X: float32, float16, bfloat16, float64, all alike.
+        scale: float32, float16, bfloat16, float64.
+        mean, variance: float32, float16, bfloat16, float64, all alike.
+        Gives X_grad: float32, float16, bfloat16, float64. scale_grad, bias_grad: float32, float16, bfloat16, float64,
+            all alike.
+
+        >>> server.ops.batch_normalization_grad(
+        ...     dY=[[[[1.0, 0.5]], [[2.0, -1.0]]]],
+        ...     X=[[[[1.0, 3.0]], [[0.0, 4.0]]]],
+        ...     scale=[1.0, 0.5],
+        ...     mean=[2.0, 2.0],
+        ...     variance=[1.0, 0.5],
+        ...     epsilon=1e-05,
+        ... ).X_grad
+        array([[[[0., 0.]],
+        <BLANKLINE>
+                [[0., 0.]]]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "BatchNormalizationGrad",
+                {"dY": dY, "X": X, "scale": scale, "mean": mean, "variance": variance},
+                {"epsilon": epsilon},
+                gives=("X_grad", "scale_grad", "bias_grad"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return BatchNormalizationGradOutputs(**results)  # type: ignore[arg-type]
+        return results
 
     @overload
     def broadcast_gradient_args(

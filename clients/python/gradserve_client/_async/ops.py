@@ -14,6 +14,8 @@ from gradserve_client.models import Receipt
 from gradserve_client.ops import (
     AdamOptimizerOutputs,
     AdamWOptimizerOutputs,
+    BatchNormalizationGradOutputs,
+    BatchNormInternalOutputs,
     BroadcastGradientArgsOutputs,
     ConcatTrainingOutputs,
     ConvGradOutputs,
@@ -318,6 +320,178 @@ class AsyncOps:
             )
         )
         return results["dX"]
+
+    @overload
+    async def batch_norm_internal(
+        self,
+        X: Input,
+        scale: Input,
+        B: Input,
+        input_mean: Input,
+        input_var: Input,
+        *,
+        epsilon: float = 1e-05,
+        momentum: float = 0.9,
+        training_mode: Literal[0, 1] = 1,
+        outputs: None = None,
+    ) -> BatchNormInternalOutputs: ...
+
+    @overload
+    async def batch_norm_internal(
+        self,
+        X: Input,
+        scale: Input,
+        B: Input,
+        input_mean: Input,
+        input_var: Input,
+        *,
+        epsilon: float = 1e-05,
+        momentum: float = 0.9,
+        training_mode: Literal[0, 1] = 1,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    async def batch_norm_internal(
+        self,
+        X: Input,
+        scale: Input,
+        B: Input,
+        input_mean: Input,
+        input_var: Input,
+        *,
+        epsilon: float = 1e-05,
+        momentum: float = 0.9,
+        training_mode: Literal[0, 1] = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    async def batch_norm_internal(
+        self,
+        X: Input,
+        scale: Input,
+        B: Input,
+        input_mean: Input,
+        input_var: Input,
+        *,
+        epsilon: float = 1e-05,
+        momentum: float = 0.9,
+        training_mode: Literal[0, 1] = 1,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> BatchNormInternalOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """Y = (X - mean) * inv_std * scale + B; running_* = momentum * input_* + (1 - momentum) * statistic.
+
+        X is [N, C, ...], all others are [C], Y has the shape of X. The statistics, of a channel over all its numbers,
+        are saved_mean and the population variance; saved_inv_std = 1 / sqrt(variance + epsilon). running_var has the
+        population variance, too, as in ONNX; PyTorch has the unbiased one there, and its momentum is 1 - momentum.
+        Without training_mode the statistics are input_mean and input_var, and running_* are the same.
+
+        X: float32, float16, bfloat16, float64.
+        scale, B: float32, float16, bfloat16, float64, all alike.
+        input_mean, input_var: float32, float16, bfloat16, float64, all alike.
+        Gives Y: float32, float16, bfloat16, float64. running_mean, running_var, saved_mean, saved_inv_std: float32,
+            float16, bfloat16, float64, all alike.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "BatchNormInternal",
+                {"X": X, "scale": scale, "B": B, "input_mean": input_mean, "input_var": input_var},
+                {"epsilon": epsilon, "momentum": momentum, "training_mode": training_mode},
+                gives=("Y", "running_mean", "running_var", "saved_mean", "saved_inv_std"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return BatchNormInternalOutputs(**results)  # type: ignore[arg-type]
+        return results
+
+    @overload
+    async def batch_normalization_grad(
+        self,
+        dY: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        variance: Input,
+        *,
+        epsilon: float = 1e-05,
+        outputs: None = None,
+    ) -> BatchNormalizationGradOutputs: ...
+
+    @overload
+    async def batch_normalization_grad(
+        self,
+        dY: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        variance: Input,
+        *,
+        epsilon: float = 1e-05,
+        outputs: Sequence[str],
+    ) -> dict[str, Array]: ...
+
+    @overload
+    async def batch_normalization_grad(
+        self,
+        dY: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        variance: Input,
+        *,
+        epsilon: float = 1e-05,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into],
+        **add: Unpack[Adding],
+    ) -> dict[str, Array | Receipt]: ...
+
+    async def batch_normalization_grad(
+        self,
+        dY: Input,
+        X: Input,
+        scale: Input,
+        mean: Input,
+        variance: Input,
+        *,
+        epsilon: float = 1e-05,
+        outputs: Sequence[str] | None = None,
+        into: Mapping[str, Into] | None = None,
+        **add: Unpack[Adding],
+    ) -> BatchNormalizationGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
+        """X_grad = scale * inv / n * (n * dY - bias_grad - x * scale_grad), where x = (X - mean) * inv.
+
+        dY and X are [N, C, ...], all others are [C]; n is the number of a channel's numbers. `variance` is, despite its
+        name, inv = 1 / sqrt(variance + epsilon), which BatchNormInternal returns as saved_inv_std. So `epsilon` changes
+        nothing. bias_grad is the sum of dY, and scale_grad that of dY * x, over all but the channels. Only the
+        requested outputs are computed. Without images the sums are 0.
+
+        dY, X: float32, float16, bfloat16, float64, all alike.
+        scale: float32, float16, bfloat16, float64.
+        mean, variance: float32, float16, bfloat16, float64, all alike.
+        Gives X_grad: float32, float16, bfloat16, float64. scale_grad, bias_grad: float32, float16, bfloat16, float64,
+            all alike.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "BatchNormalizationGrad",
+                {"dY": dY, "X": X, "scale": scale, "mean": mean, "variance": variance},
+                {"epsilon": epsilon},
+                gives=("X_grad", "scale_grad", "bias_grad"),
+                outputs=outputs,
+                into=into,
+                **add,
+            )
+        )
+        if outputs is None and into is None:
+            return BatchNormalizationGradOutputs(**results)  # type: ignore[arg-type]
+        return results
 
     @overload
     async def broadcast_gradient_args(

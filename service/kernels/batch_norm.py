@@ -1,0 +1,262 @@
+"""BatchNormalization in training, and its gradient, with any number of spatial axes.
+
+A channel's statistics are over all images and pixels. float16 and bfloat16 are computed in float32 and rounded once;
+sums over images are in float64. Source of the semantics: the CPU training kernels of ONNX Runtime 1.19.2.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from service.dtypes import FLOAT64, Array, DType, cast, compute_dtype
+from service.errors import ShapeMismatch
+from service.kernels._blocks import check_wanted, claim, new_output, scratch, share_out
+from service.kernels._checks import check_shape, same_shape
+from service.kernels._narrow import narrow, widen
+from service.kernels._op import op
+from service.kernels._types import Bit, Rank4, T, U, V
+
+TILE_NUMBERS = 1 << 18
+"""Numbers of each tensor in a tile, which takes ten of NumPy's calls."""
+
+MAX_PARTS = 8
+"""The most parts, whose sums are added at the end: enough to occupy the threads."""
+
+CHANNEL_ARRAYS = 16
+"""The most arrays with a float64 for each channel at a time, beside the sums."""
+
+_X = [[[[1.0, 3.0]], [[0.0, 4.0]]]]
+
+
+@op(
+    "BatchNormInternal",
+    outputs="Y running_mean running_var saved_mean saved_inv_std",
+    example={
+        "X": _X,
+        "scale": [1.0, 0.5],
+        "B": [0.0, 1.0],
+        "input_mean": [0.0, 0.0],
+        "input_var": [1.0, 1.0],
+        "epsilon": 0.0,
+        "momentum": 0.5,
+    },
+)
+def batch_norm_internal(
+    X: Rank4[T],
+    scale: U,
+    B: U,
+    input_mean: V,
+    input_var: V,
+    /,
+    *,
+    epsilon: float = 1e-5,
+    momentum: float = 0.9,
+    training_mode: Bit = 1,
+) -> tuple[Rank4[T], V, V, V, V]:
+    """Y = (X - mean) * inv_std * scale + B; running_* = momentum * input_* + (1 - momentum) * statistic.
+
+    X is [N, C, ...], all others are [C], Y has the shape of X. The statistics, of a channel over all its numbers, are
+    saved_mean and the population variance; saved_inv_std = 1 / sqrt(variance + epsilon). running_var has the population
+    variance, too, as in ONNX; PyTorch has the unbiased one there, and its momentum is 1 - momentum. Without
+    training_mode the statistics are input_mean and input_var, and running_* are the same. Raises `ShapeMismatch`, also
+    for training without images or pixels.
+    """
+    batch = _Batch.of(X, scale=scale, B=B, input_mean=input_mean, input_var=input_var)
+    if training_mode and not batch.count and batch.C:
+        raise ShapeMismatch(
+            f"X has shape {list(X.shape)}, but needs numbers for the statistics of a channel", tensor="X"
+        )
+    Y: Any = new_output(None, X.shape, X.dtype)
+    mean, variance = input_mean.astype(FLOAT64), input_var.astype(FLOAT64)
+
+    with np.errstate(all="ignore"):
+        if training_mode:
+            mean = batch.total(lambda tile: [_sums(batch.load(X, tile, 0))])[0] / batch.count
+            squares, rest = batch.total(lambda tile: _moments(batch.centered(X, mean, tile))) / batch.count
+            variance = squares - rest**2
+        inv = 1 / np.sqrt(variance + epsilon)
+        factor, offset = scale * inv, B - (mean - mean.astype(batch.dtype)) * scale * inv
+
+        def normalize(tile: _Tile) -> None:
+            target = batch.target(Y, tile)
+            np.multiply(batch.centered(X, mean, tile), batch.column(factor, tile), out=target)
+            np.add(target, batch.column(offset, tile), out=target)
+            batch.store(target, Y, tile)
+
+        batch.each(normalize)
+        running = [mean, variance]
+        if training_mode:
+            pairs = ((input_mean, mean), (input_var, variance))
+            running = [momentum * old.astype(FLOAT64) + (1 - momentum) * new for old, new in pairs]
+        statistics = (*running, mean, inv)
+        return (Y, *(_output(one, input_mean.dtype) for one in statistics))
+
+
+@op(
+    "BatchNormalizationGrad",
+    outputs="X_grad scale_grad bias_grad",
+    example={
+        "dY": [[[[1.0, 0.5]], [[2.0, -1.0]]]],
+        "X": _X,
+        "scale": [1.0, 0.5],
+        "mean": [2.0, 2.0],
+        "variance": [1.0, 0.5],
+        "epsilon": 1e-5,
+    },
+)
+def batch_normalization_grad(
+    dY: Rank4[T],
+    X: Rank4[T],
+    scale: U,
+    mean: V,
+    variance: V,
+    /,
+    *,
+    epsilon: float = 1e-5,
+    wanted: Collection[str] = ("X_grad", "scale_grad", "bias_grad"),
+) -> tuple[Rank4[T], U, U]:
+    """X_grad = scale * inv / n * (n * dY - bias_grad - x * scale_grad), where x = (X - mean) * inv.
+
+    dY and X are [N, C, ...], all others are [C]; n is the number of a channel's numbers. `variance` is, despite its
+    name, inv = 1 / sqrt(variance + epsilon), which BatchNormInternal returns as saved_inv_std. So `epsilon` changes
+    nothing. bias_grad is the sum of dY, and scale_grad that of dY * x, over all but the channels. Only the requested
+    outputs are computed. Without images the sums are 0. Raises `ShapeMismatch` and `DtypeMismatch`.
+    """
+    batch = _Batch.of(X, scale=scale, mean=mean, variance=variance)
+    same_shape(X=X, dY=dY)
+    X_grad: Any = new_output(None, X.shape, X.dtype) if "X_grad" in wanted else None
+    n, inv, wide_mean = max(1, batch.count), variance.astype(FLOAT64), mean.astype(FLOAT64)
+
+    def sums(tile: _Tile) -> list[Array]:
+        block = batch.load(dY, tile, 0)
+        return [_sums(block), _sums(block, batch.centered(X, wide_mean, tile))]
+
+    with np.errstate(all="ignore"):
+        bias_grad, products = batch.total(sums)
+        rest = wide_mean - wide_mean.astype(batch.dtype)
+        scale_grad = (products - rest * bias_grad) * inv
+        if X_grad is not None:
+            factor = scale * inv
+            slope = factor * inv * scale_grad / n
+            offset = factor * bias_grad / n - rest * slope
+
+            def differentiate(tile: _Tile) -> None:
+                block, target = batch.centered(X, wide_mean, tile), batch.target(X_grad, tile)
+                np.multiply(block, batch.column(slope, tile), out=block)
+                np.add(block, batch.column(offset, tile), out=block)
+                np.multiply(batch.load(dY, tile, 0), batch.column(factor, tile), out=target)
+                np.subtract(target, block, out=target)
+                batch.store(target, X_grad, tile)
+
+            batch.each(differentiate)
+        named = {"scale_grad": scale_grad, "bias_grad": bias_grad}
+        totals = (_output(one, scale.dtype) if name in wanted else None for name, one in named.items())
+        return (X_grad, *totals)
+
+
+_Tile = tuple[slice, slice, slice]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The sizes of tensors [N, C, S], whose spatial axes are one, and the dtype to compute with."""
+
+    N: int
+    C: int
+    S: int
+    dtype: DType
+
+    @classmethod
+    def of(cls, X: Array, **channels: Array) -> _Batch:
+        """Return the sizes of X. Raises `ShapeMismatch` unless each of `channels` has the shape [C]."""
+        if X.ndim < 2:
+            raise ShapeMismatch(f"X has shape {list(X.shape)}, but must have 2 dimensions or more", tensor="X")
+        for name, tensor in channels.items():
+            check_shape(name, tensor, X.shape[1])
+        N, C, *pixels = X.shape
+        return cls(N, C, math.prod(pixels), compute_dtype(X.dtype))
+
+    @property
+    def count(self) -> int:
+        """The numbers of a channel."""
+        return self.N * self.S
+
+    def tiles(self) -> list[_Tile]:
+        """Return the tiles: images, channels and pixels that are neighbours in memory."""
+        pixels = max(1, min(self.S, TILE_NUMBERS))
+        channels = max(1, min(self.C, TILE_NUMBERS // pixels))
+        images = max(1, TILE_NUMBERS // (pixels * channels))
+        sizes = ((self.N, images), (self.C, channels), (self.S, pixels))
+        return list(itertools.product(*([slice(at, at + step) for at in range(0, size, step)] for size, step in sizes)))
+
+    def total(self, function: Callable[[_Tile], Sequence[Array]]) -> Array:
+        """Return the sums over all tiles of what `function` returns: sums for each channel of the tile."""
+        tiles = self.tiles()
+        count = min(MAX_PARTS, len(tiles))
+        claim(8 * (2 * count + CHANNEL_ARRAYS) * self.C)
+        sums = np.zeros((2, max(1, count), self.C))
+
+        def add(number: int) -> None:
+            for tile in tiles[len(tiles) * number // count : len(tiles) * (number + 1) // count]:
+                check_wanted()
+                for row, values in enumerate(function(tile)):
+                    sums[row, number, tile[1]] += values
+
+        share_out(add, count)
+        return sums.sum(axis=1)
+
+    def each(self, function: Callable[[_Tile], None]) -> None:
+        """Call `function` with each tile."""
+        tiles = self.tiles()
+        share_out(lambda number: function(tiles[number]), len(tiles))
+
+    def load(self, tensor: Array, tile: _Tile, slot: int) -> Array:
+        """Return a tile of a tensor, in scratch if it has 16-bit floats."""
+        block = tensor.reshape(self.N, self.C, self.S)[tile]
+        return block if block.dtype == self.dtype else widen(block, slot)
+
+    def centered(self, tensor: Array, mean: Array, tile: _Tile) -> Array:
+        """Return a tile of a tensor minus the mean of each channel, in scratch."""
+        block = self.load(tensor, tile, 1)
+        return np.subtract(block, self.column(mean, tile), out=self._scratch(1, block))
+
+    def column(self, numbers: Array, tile: _Tile) -> Array:
+        """Return the numbers of the tile's channels as a column."""
+        return numbers[tile[1]].astype(self.dtype)[:, None]
+
+    def target(self, output: Array, tile: _Tile) -> Array:
+        """Return memory for a tile of an output: its own, or scratch if it has 16-bit floats."""
+        block = output.reshape(self.N, self.C, self.S)[tile]
+        return block if block.dtype == self.dtype else self._scratch(2, block)
+
+    def store(self, target: Array, output: Array, tile: _Tile) -> None:
+        """Round what `target` returned, if it is scratch, into the output."""
+        if output.dtype != self.dtype:
+            narrow(target, output.reshape(self.N, self.C, self.S)[tile], (0, 1))
+
+    def _scratch(self, slot: int, like: Array) -> Array:
+        return scratch(slot, like.size, self.dtype).reshape(like.shape)
+
+
+def _sums(block: Array, factor: Array | None = None) -> Array:
+    """Return the sums of the block, or of its products with `factor`, over images and pixels, by channel."""
+    rows = np.einsum("ncs->nc", block) if factor is None else np.vecdot(block, factor)
+    return np.asarray(rows).sum(axis=0, dtype=FLOAT64)
+
+
+def _moments(block: Array) -> list[Array]:
+    return [_sums(block, block), _sums(block)]
+
+
+def _output(numbers: Array, dtype: DType) -> Array:
+    """Return an output with the numbers, rounded."""
+    output: Array = new_output(None, numbers.shape, dtype)
+    with np.errstate(all="ignore"):
+        output[...] = cast(numbers, dtype)
+    return output
