@@ -50,6 +50,7 @@ class OperatorInfo(TypedDict):
     """An operator: its formula, inputs, outputs and attributes."""
 
     name: str
+    method: Annotated[str, Field(description="Its method in the Python client.")]
     formula: str
     description: str
     inputs: list[TensorInfo]
@@ -69,6 +70,7 @@ def describe(operator: Operator) -> OperatorInfo:
     """Return the operator's declaration as clients read it."""
     return OperatorInfo(
         name=operator.name,
+        method=operator.kernel.__name__,
         formula=operator.formula,
         description=openapi.description(operator),
         inputs=list(map(_tensor_info, operator.inputs)),

@@ -1,8 +1,9 @@
 // One call of an operator, in three forms: what the page sends, curl, and Python.
 
 /**
- * A call is {operator, tensors: [{name, text, dtype, usual}], attributes: [{name, type, text}]}. A tensor's `text` is
- * JSON; its `dtype` is null if the text says it, or if it is the `usual` one, which a list has without saying so.
+ * A call is {operator, tensors: [{name, text, dtype, usual, group}], attributes: [{name, type, text}]}. A tensor's
+ * `text` is JSON; its `dtype` is null if the text says it, or if it is the `usual` one, which a list has without saying
+ * so. The text of a group is an object or a list of tensors.
  */
 export function pathOf({ operator, attributes }) {
   const pairs = attributes.flatMap(({ name, type, text }) =>
@@ -33,13 +34,13 @@ export function curlOf(call, base, hasKeys) {
 /** Return the same call with the Python client, which reads a key from the environment by itself. */
 export function pythonOf(call, base) {
   const inputs = call.tensors.map((tensor) => `${tensor.name}=${pythonOfTensor(tensor)}`);
-  const options = call.attributes.map(({ name, type, text }) => `${name}=${pythonOfAttribute(text, type)}`);
+  const options = call.attributes.map(({ name, type, text }) => `${argumentOf(name)}=${pythonOfAttribute(text, type)}`);
   const outputs = call.operator.outputs.map((each) => each.name);
   const lines = [...inputs, ...options].map((each) => `        ${each},\n`).join("");
   const url = new URL(".", base).href.replace(/\/$/, "");
   const work = [
     `with Client(${JSON.stringify(url)}) as server:`,
-    `    ${outputs.join(", ")} = server.ops.${methodOf(call.operator.name)}(`,
+    `    ${outputs.join(", ")} = server.ops.${call.operator.method}(`,
     `${lines}    )`,
     `print(${outputs.join(", ")}${outputs.length > 1 ? ', sep="\\n"' : ""})`,
   ].join("\n");
@@ -55,8 +56,18 @@ function importsOf(work) {
   return blocks.map((each) => each.filter(Boolean).join("\n")).filter(Boolean).join("\n\n");
 }
 
-function pythonOfTensor({ text, dtype, usual }) {
+/** The name of an attribute as an argument: Python keeps the word lambda for itself. */
+function argumentOf(name) {
+  return name === "lambda" ? "lambda_" : name;
+}
+
+function pythonOfTensor({ text, dtype, usual, group }) {
   const value = JSON.parse(text);
+  if (group) {
+    const one = (member) => pythonOfTensor({ text: JSON.stringify(member), dtype: null, usual });
+    if (Array.isArray(value)) return `[${value.map(one).join(", ")}]`;
+    return `{${Object.entries(value).map(([name, member]) => `${JSON.stringify(name)}: ${one(member)}`).join(", ")}}`;
+  }
   if (Array.isArray(value) || typeof value !== "object" || value === null) {
     return dtype === null ? pythonOfJson(text) : `np.array(${pythonOfJson(text)}, ${pythonOfDtype(dtype)})`;
   }
@@ -71,17 +82,16 @@ function pythonOfDtype(dtype) {
   return dtype === "bfloat16" ? "ml_dtypes.bfloat16" : JSON.stringify(dtype);
 }
 
-/** Return the method of an operator: LogSoftmaxGrad_13 is log_softmax_grad_13. */
-export function methodOf(name) {
-  return name.replace(/([A-Z]+)([A-Z][a-z])|([a-z0-9])([A-Z])/g, "$1$3_$2$4").toLowerCase();
-}
-
 // ----- what a reader typed into a form, as text of JSON, of Python and of a shell -----
 
 const NUMBERS = { NaN: "nan", Infinity: "inf", "-Infinity": "-inf" };
 
-/** The JSON text of nested lists, a line for each row of a matrix. */
-export function listText(value) {
+/** The JSON text of nested lists, a line for each row of a matrix; of a group, a line for each of its tensors. */
+export function listText(value, group = false) {
+  if (group) {
+    const members = Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${JSON.stringify(each)}`);
+    return `{${members.join(",\n ")}}`;
+  }
   if (!Array.isArray(value)) return JSON.stringify(value);
   if (!value.some(Array.isArray)) return `[${value.map((each) => JSON.stringify(each)).join(", ")}]`;
   const inner = value.map((each) => listText(each).replaceAll("\n", "\n "));
@@ -101,8 +111,10 @@ function pythonOfString(text) {
 
 /** The text of an attribute as Python: a number, the list of a text with commas, or a string. */
 function pythonOfAttribute(text, type) {
-  if (type.startsWith("list[")) return `[${listed(text).map((each) => JSON.stringify(each)).join(", ")}]`;
-  if (!/^(int|float)\b/.test(type)) return JSON.stringify(text);
+  if (type.startsWith("list[")) {
+    return `[${listed(text).map((each) => pythonOfAttribute(each, type.slice("list[".length))).join(", ")}]`;
+  }
+  if (!/^(int\b|float\b|-?\d)/.test(type)) return JSON.stringify(text);
   if (/^[+-]?\d+$/.test(text)) return text.replace(/^([+-]?)0+(?=\d)/, "$1"); // digits beyond 2^53 stay
   return Number.isFinite(Number(text)) ? String(Number(text)) : JSON.stringify(text);
 }

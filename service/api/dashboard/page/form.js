@@ -10,7 +10,7 @@ import { h, mark, put, say } from "./dom.js";
  */
 export function operatorForm(operator, { run, changed }) {
   const tensors = operator.inputs.map((each) => tensorField(each, operator.example.request[each.name]));
-  const attributes = operator.attributes.map(attributeField);
+  const attributes = operator.attributes.map((each) => attributeField(each, operator.example.attributes[each.name]));
   const fields = [...tensors, ...attributes];
   const element = h(
     "form",
@@ -52,7 +52,10 @@ export function operatorForm(operator, { run, changed }) {
     element,
     field: (name) => fields.find((each) => each.name === name),
     tell: () => fields.forEach((each) => each.say(each.fault())),
-    refuse: (name, words) => fields.filter((each) => each.name === name).map((each) => each.say(words)).length > 0,
+    refuse(name, words) {
+      const [group] = name.split("."); // weights.fc.bias is a tensor of weights
+      return fields.filter((each) => each.name === group).map((each) => each.say(words)).length > 0;
+    },
     call() {
       if (fields.some((each) => each.fault())) return null;
       const given = [tensors, attributes].map((each) => each.map((field) => field.value()).filter(Boolean));
@@ -66,7 +69,7 @@ function alike(tensors, target) {
   const chosen = tensors.find((each) => each.dtype === target);
   if (!chosen?.variable) return;
   for (const each of tensors) {
-    if (each.variable === chosen.variable) each.dtype.value = target.value;
+    if (each.variable === chosen.variable && each.dtype) each.dtype.value = target.value;
   }
 }
 
@@ -92,8 +95,8 @@ function field(name, notes, control, aside) {
 }
 
 function tensorField(tensor, example) {
-  const { name, dtypes, default_dtype: usual, type_variable: variable, optional } = tensor;
-  const text = example === undefined ? "" : listText(example);
+  const { name, dtypes, default_dtype: usual, type_variable: variable, optional, group } = tensor;
+  const text = example === undefined ? "" : listText(example, group);
   const area = h("textarea", {
     class: "mono",
     rows: Math.min(8, text.split("\n").length),
@@ -103,25 +106,28 @@ function tensorField(tensor, example) {
     placeholder: optional ? "left out" : null,
   });
   const options = dtypes.map((each) => h("option", {}, each));
-  const dtype = h("select", { "aria-label": `dtype of ${name}`, disabled: dtypes.length === 1 }, options);
-  const base = field(name, optional ? "optional" : "", area, dtype);
+  const select = h("select", { "aria-label": `dtype of ${name}`, disabled: dtypes.length === 1 }, options);
+  const dtype = group ? null : select; // each tensor of a group may say its own
+  const notes = [optional && "optional", group && "an object of tensors, or a list"].filter(Boolean).join(", ");
+  const base = field(name, notes, area, dtype);
   return {
     ...base,
     dtype,
     variable,
     fill() {
       area.value = text;
-      dtype.value = usual;
+      if (dtype) dtype.value = usual;
       base.say("");
     },
     fault() {
       if (area.value.trim()) return notJson(area.value);
-      return optional ? "" : `${name} is empty: write JSON, such as [[1, 2], [3, 4]]`;
+      return optional ? "" : `${name} is empty: write JSON, such as ${group ? '{"w": [1, 2]}' : "[[1, 2], [3, 4]]"}`;
     },
     value() {
       const written = area.value.trim().replace(/\s*\n\s*/g, " "); // no string of JSON contains a line break
       if (!written) return null;
-      return { name, text: written, dtype: dtype.value === usual || saysItself(written) ? null : dtype.value, usual };
+      const own = group || dtype.value === usual || saysItself(written);
+      return { name, text: written, dtype: own ? null : dtype.value, usual, group };
     },
   };
 }
@@ -141,14 +147,14 @@ function saysItself(text) {
   return typeof value === "object" && value !== null && !Array.isArray(value);
 }
 
-function attributeField({ name, type, default: usual }) {
-  const choices = type.includes(" | ") && !/^(int|float|list)\b/.test(type) ? type.split(" | ") : null;
+function attributeField({ name, type, default: usual, required }, example) {
+  const choices = type.includes(" | ") && !/^(int|float|list)\b/.test(type) ? choicesOf(type) : null;
   const control = choices
     ? h("select", {}, choices.map((each) => h("option", {}, each)))
-    : h("input", { type: "text", autocomplete: "off", spellcheck: "false", placeholder: "left out" });
-  const notes = type.startsWith("list[") ? `${type}, with commas` : choices ? "" : type;
-  const base = field(name, notes, control);
-  const filled = usual === null ? "" : String(usual);
+    : h("input", { type: "text", autocomplete: "off", spellcheck: "false", placeholder: required ? null : "left out" });
+  const kind = type.startsWith("list[") ? `${type}, with commas` : choices ? "" : type;
+  const base = field(name, [required && "required", kind].filter(Boolean).join(", "), control);
+  const [unsent, filled] = [usual, example ?? usual].map((each) => (each === null ? "" : String(each)));
   return {
     ...base,
     usual,
@@ -156,9 +162,16 @@ function attributeField({ name, type, default: usual }) {
       control.value = filled;
       base.say("");
     },
+    fault: () => (required && !control.value.trim() ? `${name} is empty, but required` : ""),
     value() {
       const text = control.value.trim();
-      return text === "" || text === filled ? null : { name, type, text };
+      return text === "" || (text === unsent && !required) ? null : { name, type, text };
     },
   };
+}
+
+/** The choices of an attribute. One that may be left out has the empty choice, too. */
+function choicesOf(type) {
+  const choices = type.split(" | ");
+  return choices.includes("None") ? ["", ...choices.filter((each) => each !== "None")] : choices;
 }

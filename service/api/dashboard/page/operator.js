@@ -101,20 +101,26 @@ function signature(titles, rows) {
 }
 
 function inputRow(tensor, example) {
-  const value = example.request[tensor.name];
-  return tensorRow(tensor, value === undefined ? "left out" : shapeText(shapeOf(value)));
+  return tensorRow(tensor, shapesText(tensor, example.request[tensor.name], shapeOf));
 }
 
 function outputRow(tensor, example) {
-  return tensorRow(tensor, shapeText(example.answer[tensor.name]?.shape ?? []));
+  return tensorRow(tensor, shapesText(tensor, example.answer[tensor.name], (answer) => answer.shape));
+}
+
+/** The shape of a tensor, or that of each tensor of a group. */
+function shapesText({ group }, value, shape) {
+  if (value === undefined) return "left out";
+  if (!group) return shapeText(shape(value));
+  return Object.entries(value).map(([name, each]) => `${name} ${shapeText(shape(each))}`).join(", ");
 }
 
 function tensorRow(tensor, shape) {
-  const { name, optional } = tensor;
+  const name = h("code", {}, tensor.group ? `${tensor.name}.*` : tensor.name);
   return h(
     "tr",
     {},
-    h("th", { scope: "row" }, h("code", {}, name), optional && h("span", { class: "muted" }, " optional")),
+    h("th", { scope: "row" }, name, tensor.optional && h("span", { class: "muted" }, " optional")),
     h("td", {}, tensor.type_variable ?? typesOf(tensor)),
     h("td", { class: "mono" }, shape),
   );
@@ -134,13 +140,14 @@ function typesOf({ dtypes, default_dtype: usual }) {
   return [usual, others.length > 0 && h("span", { class: "muted" }, `, ${others.join(", ")}`)];
 }
 
-function attributeRow({ name, type, default: usual }) {
-  const value = usual === null ? h("span", { class: "muted" }, "left out") : String(usual);
+function attributeRow({ name, type, required, default: usual }) {
+  const value = usual === null ? h("span", { class: "muted" }, required ? "required" : "left out") : String(usual);
   const title = h("th", { scope: "row" }, h("code", {}, name));
   return h("tr", {}, title, h("td", {}, type), h("td", { class: "mono" }, value));
 }
 
 function shapeOf(value) {
+  if (value?.data !== undefined) return shapeOf(value.data);
   return Array.isArray(value) ? [value.length, ...(value.length ? shapeOf(value[0]) : [])] : [];
 }
 
@@ -162,7 +169,7 @@ function callBoxes(keys) {
 function answerPanel(operator) {
   const status = h("p", { class: "muted status", role: "status" }, "The answer to the example. Run asks the server.");
   const values = h("div", { class: "results" });
-  const tables = (tensors) => put(values, Object.entries(tensors).map(([name, tensor]) => tensorTables(name, tensor)));
+  const tables = (answer) => put(values, tensorsOf(answer).map(([name, tensor]) => tensorTables(name, tensor)));
   tables(operator.example.answer);
   return {
     element: h("section", { class: "panel answer", "aria-label": "Answer" }, h("h2", {}, "Answer"), status, values),
@@ -180,11 +187,18 @@ function answerPanel(operator) {
   };
 }
 
+/** The tensors of an answer by name; the tensor b of the group weights is weights.b. */
+function tensorsOf(answer) {
+  const members = (name, group) => Object.entries(group).map(([member, each]) => [`${name}.${member}`, each]);
+  const isTensor = (one) => typeof one.dtype === "string";
+  return Object.entries(answer).flatMap(([name, one]) => (isTensor(one) ? [[name, one]] : members(name, one)));
+}
+
 async function run(form, answer, { api, signal }) {
   form.tell();
   const call = form.call();
   if (call === null) {
-    answer.fail("Nothing was sent.", h("p", { class: "bad" }, "An input is not JSON; its field says where."));
+    answer.fail("Nothing was sent.", h("p", { class: "bad" }, "A field is empty, or not JSON; it says so."));
     return;
   }
   answer.wait();
