@@ -72,7 +72,7 @@ def gather_elements_grad(dY: T, shape: Shape, indices: Tind, /, *, axis: int = 0
     example={"shape": [2, 2], "indices": [[1, 0], [-1, -2]], "update": [1.0, 2.0]},
     multiply_adds=lambda shape, indices, update, **_: _output_size(shape, place=0),
 )
-def gather_nd_grad(shape: Shape, indices: Rank2[Tind], update: T, /, *, batch_dims: NotNegative = 0) -> T:
+def gather_nd_grad(shape: Shape, indices: Rank2[Tind], update: T, /, *, batch_dims: NotNegative = 0) -> Rank2[T]:
     """output = zeros(shape); output[batch, indices[batch, i]] += update[batch, i], for all rows i of indices.
 
     `indices` is [batch, .., k]: `batch` are the first `batch_dims` dimensions of `shape`, and a row has the indices of

@@ -19,7 +19,7 @@ from service.dtypes import FLOAT16, Array, cast
 from service.errors import InvalidParameter, InvalidTensor
 from service.kernels._checks import one_element, same_members, same_shapes
 from service.kernels._op import op
-from service.kernels._types import T_GRAD, Bit, Flag, Group, T, TSize, U, V
+from service.kernels._types import T_GRAD, Bit, Flag, Group, Rank0, T, TSize, U, V
 from service.kernels._updates import dtype_of, sum_of_squares, update
 
 Weights = TypeVar("Weights", bound=Annotated[Array, dtypes.FLOATS])
@@ -234,7 +234,7 @@ def adam_optimizer(
 )
 def inplace_clip_grad_norm(
     gradients: Group[T], /, *, max_norm: float = 1.0, norm_type: Literal["fro"] = "fro"
-) -> tuple[Group[T], T]:
+) -> tuple[Group[T], Rank0[T]]:
     """clipped_gradients = gradients * min(max_norm / (total_norm + 1e-6), 1).
 
     `total_norm`, a scalar that ONNX Runtime does not give, is the square root of the sum of all squares, which are
@@ -253,7 +253,7 @@ def inplace_clip_grad_norm(
 
 
 @op("ReduceAllL2", outputs="reduced", example={"X": {"0": [3.0], "1": [4.0]}})
-def reduce_all_l2(X: Group[T], /) -> T:
+def reduce_all_l2(X: Group[T], /) -> Rank0[T]:
     """reduced = sqrt(sum of all squares), a scalar.
 
     The squares are added in float64, and the root is rounded once. Zero-size tensors count as nothing.

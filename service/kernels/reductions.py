@@ -37,7 +37,7 @@ def _largest_output(data: Array, axes: Array, **_: object) -> int:
 )
 def reduce_sum_training(
     data: Rank2[Number], axes: Tind, /, *, keepdims: Bit = 1, noop_with_empty_axes: Bit = 0
-) -> Number:
+) -> Rank2[Number]:
     """reduced = sum(data), along `axes`.
 
     `axes` [K] may be negative, and one may occur twice. Without any, the sum is along all axes; with
