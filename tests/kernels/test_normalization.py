@@ -10,7 +10,7 @@ import pytest
 from service.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Array
 from service.errors import AxisOutOfRange, ShapeMismatch
 from service.kernels import OPERATORS
-from service.kernels.normalization import BLOCK_ELEMENTS, MAX_COLUMNS, MAX_ROWS
+from service.kernels._row_gradients import BLOCK_ELEMENTS, MAX_COLUMNS, MAX_ROWS
 from tests.kernels.equality import assert_close, assert_same_bits
 from tests.kernels.gradcheck import check_gradient
 from tests.kernels.threads import threads
