@@ -35,6 +35,8 @@ class _Blocking:
 def _bare(value: Any) -> Any:
     if isinstance(value, _Blocking):
         return value._inner
+    if type(value) is list and any(isinstance(one, _Blocking) for one in value):
+        return [*map(_bare, value)]
     return {name: _bare(one) for name, one in value.items()} if type(value) is dict else value
 
 

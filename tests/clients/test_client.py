@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -201,12 +202,60 @@ def test_a_buffer_as_an_input_is_read_on_the_server(server: Any) -> None:
     assert caught.value.code == "unknown_buffer"
 
 
+GROUPS: dict[str, Any] = {
+    "weights": {"fc.weight": [[1.0, 2.0]], "fc.bias": [3.0]},
+    "gradients": {"fc.bias": [1.0], "fc.weight": [[2.0, 4.0]]},
+}
+
+
+def test_members_of_groups_may_be_buffers(server: Any, key: str) -> None:
+    bias = server.buffers["fc.bias"]
+    bias.create((1,))
+    bias.accumulate([7.0])
+    weights = {**GROUPS["weights"], "fc.bias": bias}
+    found = server.ops.sgd_optimizer_v2(1.0, weights, GROUPS["gradients"]).updated_weights
+    assert {name: one.tolist() for name, one in found.items()} == {"fc.weight": [[-1, -2]], "fc.bias": [6]}
+    found = server.ops.sgd_optimizer_v2(1.0, [bias], [[1.0]]).updated_weights
+    assert [one.tolist() for one in found] == [[6.0]]
+    named = server.run("SGDOptimizerV2", {"lr": 1.0, "weights.w": bias, "gradients": {"w": [2.0]}})
+    assert named["updated_weights.w"].tolist() == [5.0]
+    into = {"updated_weights": {"fc.bias": bias}}
+    for _ in range(2):
+        found = server.ops.sgd_optimizer_v2(0.5, **GROUPS, into=into, idempotency_key=key)
+    assert found["updated_weights"]["fc.bias"].replayed
+    assert found["updated_weights"]["fc.weight"].tolist() == [[0.0, 0.0]]
+    assert bias.value().tolist() == [9.5]
+    flat = {"updated_weights.fc.bias": "fc.bias"}
+    found = server.run("SGDOptimizerV2", {"lr": 0.5, **GROUPS}, outputs=["updated_weights.fc.bias"], into=flat)
+    assert found["updated_weights.fc.bias"].count == 3
+    assert found.keys() == flat.keys()
+
+
+def test_mistakes_in_groups_are_named(server: Any) -> None:
+    step = server.ops.sgd_optimizer_v2
+    for weights, words in [
+        ({"fc.bias": ["x"]}, "weights.fc.bias cannot be read as an array"),
+        ({"fc.bias": None}, "weights.fc.bias cannot be read as an array: it is None"),
+        ([[1.0], "x"], "weights.1 cannot be read as an array"),
+        ({"fc.bias": [1.0]}, "fc.weight"),
+        (np.ones(2), "'weights' is no tensor of the group weights"),
+        ({}, "weights"),
+    ]:
+        with pytest.raises(InvalidInput, match=re.escape(words)):
+            step(0.5, weights, GROUPS["gradients"])
+    with pytest.raises(InvalidInput, match="no output 'updated_weights.more' here"):
+        step(0.5, **GROUPS, outputs=["updated_weights.more"])
+
+
 def test_the_operators_are_described(server: Any) -> None:
     found = {one.name: one for one in server.operators()}
     assert found.keys() == OPERATORS.keys()
     gather = found["GatherGrad"]
     assert [one.default_dtype for one in gather.inputs] == ["int64", "int64", "float32"]
-    assert gather.attributes == {"axis": 0}
+    assert (gather.attributes, gather.required) == ({"axis": 0}, ())
+    assert [one.group for one in found["SGDOptimizerV2"].inputs] == [False, True, True, False]
+    for op in OPERATORS.values():
+        assert found[op.name].required == tuple(one.name for one in op.attributes if one.required)
     assert server.is_ready()
 
 

@@ -31,6 +31,9 @@ with Client("http://here", api_key="k", timeout=1) as server:
     reveal_type(gru(ones, ones, ones, None, None, None, ones, ones, into={"dW": "w"}))  # dict[str, ndarray | Receipt]
     reveal_type(server.run("ReluGrad", {"dY": 1.0, "X": weights}))  # dict[str, ndarray | Receipt]
     reveal_type(server.ops.in_place_accumulator(ones, ones, True))  # ndarray
+    sgd = server.ops.sgd_optimizer_v2
+    reveal_type(sgd(0.5, {"w": ones, "b": weights}, {"w": ones, "b": ones}).updated_weights)  # dict[str, ndarray]
+    reveal_type(sgd(0.5, [ones], [weights]).updated_weights)  # list[ndarray]
     reveal_type(weights.create((2, 3), dtype=np.float32))  # BufferInfo
     reveal_type(weights.accumulate(ones, weight=2))  # Receipt
     reveal_type(weights.accumulate(Rows([0, -1], ones)))  # Receipt
