@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from service.api.dashboard.limits import CONSTANTS
 from service.api.telemetry.metrics import FAMILIES, GAUGES
 from service.api.telemetry.processes import INFORMATION
 from service.errors import tree
-from service.kernels import OPERATORS, Tensor
+from service.kernels import OPERATORS, Attribute, Operator, Tensor
 from service.settings import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -57,21 +58,43 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def operators() -> str:
-    def names(tensors: Iterable[Tensor]) -> str:
-        return ", ".join(one.name + "?" * one.optional for one in tensors)
+    """A table for each family of operators: a module of kernels, with the first words of its docstring as the title."""
+    families: dict[str, list[Operator]] = {}
+    for operator in OPERATORS.values():
+        families.setdefault(operator.kernel.__module__, []).append(operator)
+    return "\n".join(
+        f"### {_title(sys.modules[name].__doc__ or '')}\n\n{_family(members)}" for name, members in families.items()
+    )
 
+
+def _title(docstring: str) -> str:
+    return re.split(r"[:.]\s", docstring, maxsplit=1)[0]
+
+
+def _family(members: Iterable[Operator]) -> str:
     return table(
         ("operator", "inputs -> outputs", "attributes", "formula"),
         (
             (
                 operator.name,
-                f"{names(operator.inputs)} -> {names(operator.outputs)}",
-                ", ".join(a.name if a.required else f"{a.name} = {a.default}" for a in operator.attributes),
+                f"{_names(operator.inputs)} -> {_names(operator.outputs)}",
+                ", ".join(map(_attribute, operator.attributes)),
                 f"`{operator.formula.rstrip('.').replace('`', '')}`",
             )
-            for operator in OPERATORS.values()
+            for operator in members
         ),
     )
+
+
+def _names(tensors: Iterable[Tensor]) -> str:
+    return ", ".join(one.name + ".*" * one.group + "?" * one.optional for one in tensors)
+
+
+def _attribute(attribute: Attribute) -> str:
+    notes = ["required"] * attribute.required
+    notes += [] if attribute.minimum is None else [f"at least {attribute.minimum}"]
+    text = attribute.name if attribute.required else f"{attribute.name} = {attribute.default}"
+    return text + (f" ({', '.join(notes)})" if notes else "")
 
 
 def errors() -> str:

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from service.api.operators.onnx_names import ONNX, ONNX_RUNTIME
 from service.buffers.epochs import check_contributor
 from service.buffers.names import check_name
 from service.codecs.parts import Part
@@ -61,7 +62,13 @@ def unknown_operator(name: str) -> UnknownOperator:
     near = difflib.get_close_matches(given, names, 1, MIN_SIMILARITY)
     near += [other for other in names if other.startswith(given) and len(given) > 2]
     hint = f" Did you mean {names[near[0]]}?" if near else ""
-    return UnknownOperator(f"This server has no operator {shown(name)}.{hint} GET /v1/ops lists all", op=name)
+    owner = "ONNX" if name in ONNX else "ONNX Runtime" if name in ONNX_RUNTIME else None
+    fault = (
+        f"{name} is an operator of {owner}, but not served here"
+        if owner
+        else f"This server has no operator {shown(name)}"
+    )
+    return UnknownOperator(f"{fault}.{hint} GET /v1/ops lists all", op=name)
 
 
 def buffers_of(
