@@ -4275,6 +4275,136 @@ class Ops:
         return results
 
     @overload
+    def resize_grad(
+        self,
+        dY: Input,
+        X: Input,
+        roi: Input | None = None,
+        scales: Input | None = None,
+        *,
+        mode: Literal["nearest", "linear", "cubic"] = "nearest",
+        coordinate_transformation_mode: Literal[
+            "half_pixel",
+            "half_pixel_symmetric",
+            "pytorch_half_pixel",
+            "align_corners",
+            "asymmetric",
+            "tf_half_pixel_for_nn",
+            "tf_crop_and_resize",
+        ] = "half_pixel",
+        nearest_mode: Literal["round_prefer_floor", "round_prefer_ceil", "floor", "ceil"] = "round_prefer_floor",
+        cubic_coeff_a: float = -0.75,
+        exclude_outside: Literal[0, 1] = 0,
+        extrapolation_value: float = 0.0,
+        axes: Sequence[int] | None = None,
+        antialias: Literal[0] = 0,
+        keep_aspect_ratio_policy: Literal["stretch", "not_larger", "not_smaller"] = "stretch",
+        into: None = None,
+    ) -> Array: ...
+
+    @overload
+    def resize_grad(
+        self,
+        dY: Input,
+        X: Input,
+        roi: Input | None = None,
+        scales: Input | None = None,
+        *,
+        mode: Literal["nearest", "linear", "cubic"] = "nearest",
+        coordinate_transformation_mode: Literal[
+            "half_pixel",
+            "half_pixel_symmetric",
+            "pytorch_half_pixel",
+            "align_corners",
+            "asymmetric",
+            "tf_half_pixel_for_nn",
+            "tf_crop_and_resize",
+        ] = "half_pixel",
+        nearest_mode: Literal["round_prefer_floor", "round_prefer_ceil", "floor", "ceil"] = "round_prefer_floor",
+        cubic_coeff_a: float = -0.75,
+        exclude_outside: Literal[0, 1] = 0,
+        extrapolation_value: float = 0.0,
+        axes: Sequence[int] | None = None,
+        antialias: Literal[0] = 0,
+        keep_aspect_ratio_policy: Literal["stretch", "not_larger", "not_smaller"] = "stretch",
+        into: Into,
+        **add: Unpack[Adding],
+    ) -> Receipt: ...
+
+    def resize_grad(
+        self,
+        dY: Input,
+        X: Input,
+        roi: Input | None = None,
+        scales: Input | None = None,
+        *,
+        mode: Literal["nearest", "linear", "cubic"] = "nearest",
+        coordinate_transformation_mode: Literal[
+            "half_pixel",
+            "half_pixel_symmetric",
+            "pytorch_half_pixel",
+            "align_corners",
+            "asymmetric",
+            "tf_half_pixel_for_nn",
+            "tf_crop_and_resize",
+        ] = "half_pixel",
+        nearest_mode: Literal["round_prefer_floor", "round_prefer_ceil", "floor", "ceil"] = "round_prefer_floor",
+        cubic_coeff_a: float = -0.75,
+        exclude_outside: Literal[0, 1] = 0,
+        extrapolation_value: float = 0.0,
+        axes: Sequence[int] | None = None,
+        antialias: Literal[0] = 0,
+        keep_aspect_ratio_policy: Literal["stretch", "not_larger", "not_smaller"] = "stretch",
+        into: Into | None = None,
+        **add: Unpack[Adding],
+    ) -> Array | Receipt:
+        """dX is the gradient of X in Y = Resize(X, roi, scales), from that of Y.
+
+        X is any tensor of the shape of X, and dX has its shape; dY has as many dimensions. The inputs and attributes
+        are Resize's own. `scales` has a number for each axis, or for each of `axes`; left out or empty, they are the
+        ratios of the sizes of dY and X. An axis of scale 1 is left as it is, and so is a tensor of unchanged shape.
+        `roi` has the starts and then the ends; only tf_crop_and_resize needs it. Places outside get nothing there, so
+        `extrapolation_value` changes nothing, and neither does `keep_aspect_ratio_policy`. `antialias` must be 0, and
+        `exclude_outside` is for cubic only. ONNX Runtime has no such kernel on CPUs. nearest computes places in
+        float32, as Resize does there.
+
+        dY, X: float32, float16, bfloat16, float64, all alike.
+        roi (optional): float32, float16, bfloat16, float64.
+        scales (optional): float32, float16, bfloat16, float64.
+        Gives dX: float32, float16, bfloat16, float64.
+
+        >>> server.ops.resize_grad(
+        ...     dY=[[[[1.0, 2.0, 4.0, 8.0]]]],
+        ...     X=[[[[0.0, 0.0]]]],
+        ...     roi=[0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0],
+        ...     scales=[1.0, 1.0, 1.0, 2.0],
+        ...     mode='linear',
+        ... )
+        array([[[[ 3.5, 11.5]]]], dtype=float32)
+        """
+        results = self._runner.run(
+            calls.run(
+                "ResizeGrad",
+                {"dY": dY, "X": X, "roi": roi, "scales": scales},
+                {
+                    "mode": mode,
+                    "coordinate_transformation_mode": coordinate_transformation_mode,
+                    "nearest_mode": nearest_mode,
+                    "cubic_coeff_a": cubic_coeff_a,
+                    "exclude_outside": exclude_outside,
+                    "extrapolation_value": extrapolation_value,
+                    "axes": axes,
+                    "antialias": antialias,
+                    "keep_aspect_ratio_policy": keep_aspect_ratio_policy,
+                },
+                gives=("dX",),
+                into=None if into is None else {"dX": into},
+                **add,
+            )
+        )
+        return results["dX"]
+
+    @overload
     def scale(self, input: Input, scale: Input, *, scale_down: Literal[0, 1] = 0, into: None = None) -> Array: ...
 
     @overload
