@@ -13,7 +13,7 @@ import pytest
 from service.buffers.changes import Add, Delete, Take, Zero
 from service.buffers.doctor import examine
 from service.buffers.perform import Request
-from service.buffers.postgres import PostgresStore, blobs, compactor, deltas, writer
+from service.buffers.postgres import PostgresStore, blobs, compactor, deltas, janitor, writer
 from service.buffers.postgres.readonly import opened_readonly
 from service.errors import BufferCorrupt
 from tests.buffers.calls import add, create, do, key, ones, part, value
@@ -163,6 +163,31 @@ def test_what_is_dead_beside_the_living_goes(schema: Schema, monkeypatch: pytest
     assert schema.faults() == []
 
 
+def test_tables_are_dropped_between_moves(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is freed while many blobs move fills the disk."""
+    part_tables(monkeypatch)
+    monkeypatch.setattr(janitor, "MOVE_SECONDS", 0.1)
+    store, usual, moves = schema.open(), blobs.Blobs.move, list[float]()
+
+    def move(*arguments: Any) -> None:
+        moves.append(time.monotonic())
+        time.sleep(0.3)
+        usual(*arguments)
+
+    monkeypatch.setattr(blobs.Blobs, "move", move)
+    names = [f"w{number}" for number in range(50)]
+    create(store, *names, "other", shape=(LARGE,))
+    add(store, "other", ones(LARGE))
+    (table,) = schema.tables()
+    for name in names:
+        add(store, name, ones(LARGE))
+    everything_moves(monkeypatch)
+    until(lambda: moves, "nothing moves")
+    do(store, Delete(name="other"))
+    until(lambda: table not in schema.tables(), "the table stays")
+    assert time.monotonic() - moves[0] < len(names) * 0.3
+
+
 def test_moves_race_with_everything(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
     part_tables(monkeypatch, 1 << 20)
     everything_moves(monkeypatch)
@@ -196,6 +221,19 @@ def test_moves_race_with_everything(schema: Schema, monkeypatch: pytest.MonkeyPa
     assert schema.ask("select max(blob) from deltas") > first
     assert schema.faults() == []
     assert not [line for line in examine(schema.url, 1 << 30, schema.name) if line.startswith("WRONG: ")]
+
+
+def test_no_table_goes_while_others_of_a_request_are_written(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    part_tables(monkeypatch)
+    monkeypatch.setattr(blobs, "FREED_SECONDS", 1.0)
+    monkeypatch.setattr(deltas.Turns, "wait", lambda _: time.sleep(0.4))
+    store, made = schema.open(), list[int]()
+    names = [f"w{number}" for number in range(6)]
+    create(store, *names, shape=(LARGE,))
+    Once(monkeypatch, "staged", lambda: made.append(len(schema.tables())))
+    add_all(store, *names)
+    assert made == [6]
+    assert schema.faults() == []
 
 
 def test_a_move_that_is_cut_changes_nothing(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:

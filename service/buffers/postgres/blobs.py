@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import groupby
 
+import psycopg
 from psycopg.errors import DataCorrupted, IndexCorrupted, LockNotAvailable, UndefinedTable
 
 from service.buffers.postgres.connections import Database
@@ -130,16 +131,14 @@ class Blobs:
         self, connection: Connection, payloads: Iterable[tuple[int, Payload]], turns: Turns | None = None
     ) -> None:
         """Write the numbers of each payload under its blob's id. Give way at the `turns`."""
-        for table, group in groupby(payloads, lambda one: table_of(one[0])):
-            query = f"copy {table} from stdin (format binary)".encode()
-            with self._noticed(table), connection.cursor().copy(query) as copy:
-                copy.write(COPY_HEAD)
-                for blob, payload in group:
-                    for number, data in enumerate(payload.pieces()):
-                        copy.write(_ROW.pack(3, 8, blob, 4, number, len(data)) + data)
-                        if turns is not None and (number + 1) % (TURN_BYTES // ROW_BYTES) == 0:
-                            turns.wait()
-                copy.write(b"\xff\xff")
+        groups = [(table, [*group]) for table, group in groupby(payloads, lambda one: table_of(one[0]))]
+        with self._noticed(groups[-1][0]):
+            if len(groups) > 1:  # no table goes while others are written
+                tables = ", ".join(table for table, _ in groups)
+                connection.execute(f"lock table {tables} in row exclusive mode".encode())
+            for table, written in groups:
+                with connection.cursor().copy(f"copy {table} from stdin (format binary)".encode()) as copy:
+                    _write_rows(copy, written, turns)
 
     def move(self, blob: int, nbytes: int, turns: Turns) -> None:
         """Give a gradient another blob, unless it is freed or moved meanwhile. Leave what is damaged where it is."""
@@ -174,6 +173,16 @@ class Blobs:
             raise OwnError("a table of gradients is gone") from None
 
 
+def _write_rows(copy: psycopg.Copy, payloads: Iterable[tuple[int, Payload]], turns: Turns | None) -> None:
+    copy.write(COPY_HEAD)
+    for blob, payload in payloads:
+        for number, data in enumerate(payload.pieces()):
+            copy.write(_ROW.pack(3, 8, blob, 4, number, len(data)) + data)
+            if turns is not None and (number + 1) % (TURN_BYTES // ROW_BYTES) == 0:
+                turns.wait()
+    copy.write(b"\xff\xff")
+
+
 class _UsedError(Exception):
     """Another transaction uses the blob, or the table."""
 
@@ -206,7 +215,6 @@ def drop_free(database: Database) -> None:
             connection.execute(f"drop table {table_of(first)}".encode())
 
 
-def movable(database: Database) -> ResultRows:
+def movable(connection: Connection) -> ResultRows:
     """Return the blobs that live in old tables that are free by a quarter, and their bytes."""
-    with database.transaction(durable=False) as connection:
-        return connection.ask(_MOVABLE(SPARSE_SECONDS, SPARE_BYTES))
+    return connection.ask(_MOVABLE(SPARSE_SECONDS, SPARE_BYTES))

@@ -16,6 +16,7 @@ from service.buffers.perform import Outcome, Request
 from service.buffers.postgres.blobs import Blobs, drop_free, movable
 from service.buffers.postgres.connections import HANGING_SECONDS, Database
 from service.buffers.postgres.deltas import Turns
+from service.buffers.postgres.exchange import ResultRows
 from service.buffers.postgres.failures import as_operator_error, retried
 from service.buffers.postgres.pushes import OVERDUE, values_of
 from service.buffers.postgres.readonly import opened_readonly
@@ -47,6 +48,9 @@ ROUNDS_AT_REST = 20
 
 TURN_SECONDS = 1
 """How long the janitor waits for a lock before which all adds wait: it tries again in the next round."""
+
+MOVE_SECONDS = 60.0
+"""How long a round moves blobs, at most: meanwhile this janitor drops no table."""
 
 EXPIRED_AT_ONCE = 200
 """Expired buffers that a transaction deletes."""
@@ -113,32 +117,37 @@ class Janitor:
             with _guarded():
                 while work() and not self._closed.is_set():
                     pass
-        if self._has_counted():
-            self._move()
+        self._move(self._count())
 
-    def _has_counted(self) -> bool:
-        """Learn the bytes in use from the janitor that has counted them last, or count them for all."""
+    def _count(self) -> ResultRows:
+        """Learn the bytes in use from the janitor that has counted them last, or count them for all.
+
+        The janitor that has counted returns the blobs to move.
+        """
+        blobs: ResultRows = []
         with self._database.transaction(durable=False) as connection:
             alone, rows = connection.exchange([COUNTS_ALONE(), COUNTED()])
-            if counts := alone == [(True,)] and not any(is_fresh for *_, is_fresh in rows):
+            if alone == [(True,)] and not any(is_fresh for *_, is_fresh in rows):
                 began = time.monotonic()
                 ((used,),) = connection.ask(USED())
                 of_keys: dict[str, int] = dict(connection.ask(KEY_BYTES(BYTES_PER_KEY)))
+                blobs = movable(connection)
                 rest = ROUNDS_AT_REST * (time.monotonic() - began)
                 rows = connection.ask(PUT_COUNTS(used, orjson.dumps(of_keys).decode(), rest))
         for used, key_bytes, _ in rows:
             self._used, self._key_bytes = used, orjson.loads(key_bytes)
-        return counts
+        return blobs
 
     def _sweep(self) -> bool:
         """Drop the tables whose blobs are all free. There are no more then."""
         drop_free(self._database)
         return False
 
-    def _move(self) -> None:
-        """Move what lives in old tables that are free by a quarter: then they can be dropped."""
-        for blob, nbytes in movable(self._database):
-            if self._closed.is_set():
+    def _move(self, blobs: ResultRows) -> None:
+        """Move these blobs to other tables: then theirs can be dropped."""
+        end = time.monotonic() + MOVE_SECONDS
+        for blob, nbytes in blobs:
+            if self._closed.is_set() or time.monotonic() > end:
                 return
             self._blobs.move(blob, nbytes, self._turns)
 
