@@ -234,3 +234,27 @@ def test_callers_in_the_pool_itself_cannot_deadlock() -> None:
     with ThreadPoolExecutor(3) as pool:
         for result in [pool.submit(call) for _ in range(20)]:
             result.result(PATIENCE)
+
+
+def test_here_each_task_runs_when_it_is_added() -> None:
+    """In this thread, while somebody waits; `run` has nothing left to do."""
+    ran, wanted = list[tuple[int, threading.Thread]](), [True]
+
+    def claim(size: int) -> None:
+        if not wanted:
+            raise ConnectionError("nobody waits")
+
+    def work(number: int) -> None:
+        ran.append((number, threading.current_thread()))
+
+    with ThreadPoolExecutor(1) as pool, workspace(Workspace(pool, 2, claim=claim)):
+        tasks = Tasks(here=True)
+        for number in range(3):
+            tasks.add(partial(work, number), [0], rank=-number)
+            assert ran[number:] == [(number, threading.current_thread())]
+        tasks.run()
+        assert len(ran) == 3
+        wanted.clear()
+        with pytest.raises(ConnectionError):
+            tasks.add(partial(work, 3))
+    assert len(ran) == 3
