@@ -110,23 +110,26 @@ def large_tensors(operator: str, dtype: Any) -> dict[str, np.ndarray[Any, Any]]:
         "SoftmaxGrad_13": dict.fromkeys(("dY", "Y"), np.ones((1, 1 << 21), dtype)),
         "InPlaceAccumulatorV2": {"gradient_buffer": np.ones(1 << 21, dtype), "gradient": np.ones(1, np.float64)},
         "GatherGrad": {"shape": np.array([1 << 24]), "indices": rows - 1, "grad": np.ones(rows.size, dtype)},
-        "GRUTraining": {
-            "X": np.ones((steps, batch, size), dtype),
-            "W": np.ones((1, 3 * size, size), dtype),
-            "R": np.ones((1, 3 * size, size), dtype),
-        },
     }
+    for recurrent, gates in (("GRUTraining", 3), ("LSTMTraining", 4)):
+        weights = {name: np.ones((1, gates * size, size), dtype) for name in ("W", "R")}
+        tensors[recurrent] = {"X": np.ones((steps, batch, size), dtype), **weights}
     return tensors[operator]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-@pytest.mark.parametrize("operator", ["SoftmaxGrad_13", "InPlaceAccumulatorV2", "GatherGrad", "GRUTraining", "GRUGrad"])
+@pytest.mark.parametrize(
+    "operator",
+    ["SoftmaxGrad_13", "InPlaceAccumulatorV2", "GatherGrad", "GRUTraining", "GRUGrad", "LSTMTraining", "LSTMGrad"],
+)
 def test_the_memory_of_a_kernel_is_reserved(operator: str, dtype: Any) -> None:
     engine = Engine(threads=2, limits=Limits(1 << 30), reuse_bytes=0)
-    tensors = large_tensors("GRUTraining" if operator == "GRUGrad" else operator, dtype)
-    if operator == "GRUGrad":
-        outputs = engine.run(OPERATORS["GRUTraining"], tensors, {})
-        tensors |= {"HAll": outputs["HAll"], "ZRH": outputs["ZRH"], "grad_HAll": outputs["HAll"]}
+    forward = {"GRUGrad": "GRUTraining", "LSTMGrad": "LSTMTraining"}.get(operator, operator)
+    tensors = large_tensors(forward, dtype)
+    if forward != operator:
+        made = engine.run(OPERATORS[forward], tensors, {})
+        made |= {"grad_HAll": made["HAll"], "dHAll": made["HAll"]}
+        tensors |= {name: made[name] for name in OPERATORS[operator].inputs_by_name if name in made}
     reserved: list[int] = []
     peak = peak_bytes(lambda: engine.run(OPERATORS[operator], tensors, {}, reserve=reserved.append))
     engine.pool.close()
