@@ -115,7 +115,7 @@ def losses_of(log_prob: Array, samples: Samples) -> Array:
     """Return the weighted losses, as [outer, inner]."""
     losses = np.zeros_like(samples.weights)
     everywhere = (slice(None),) * 3
-    if samples.shape[1]:
+    if math.prod(samples.shape):
         with np.errstate(all="ignore"):
             samples.weigh(samples.labels.pick(log_prob.reshape(samples.shape), everywhere), everywhere, losses)
     return losses

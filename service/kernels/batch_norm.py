@@ -189,7 +189,9 @@ class _Batch:
 
     def tiles(self) -> list[_Tile]:
         """Return the tiles: images, channels and pixels that are neighbours in memory."""
-        pixels = max(1, min(self.S, TILE_NUMBERS))
+        if not self.N * self.C * self.S:
+            return []  # of many empty images, too
+        pixels = min(self.S, TILE_NUMBERS)
         channels = max(1, min(self.C, TILE_NUMBERS // pixels))
         images = max(1, TILE_NUMBERS // (pixels * channels))
         sizes = ((self.N, images), (self.C, channels), (self.S, pixels))

@@ -171,9 +171,12 @@ def values(dtype: DType) -> list[Any]:
 
 def together(call: Call) -> Iterator[Callable[[], Call]]:
     """The call with all equal dimensions changed to another size, and with all tensors of a kind as another dtype."""
-    for size in sorted({size for array in call.tensors.values() for size in array.shape}):
+    sizes = sorted({size for array in call.tensors.values() for size in array.shape})
+    for size in sizes:
         for other, counted in itertools.product((0, 1, size + 1, 1 << 10), (False, True)):
             yield partial(resized, call, size, other, counted)
+        for longest, behind in itertools.product([None, *sizes], ((), (1 << 40,))):
+            yield partial(emptied, call, size, longest, behind)
     for kinds, dtype in itertools.product(("fV", "i"), DTYPES.values()):
         if dtype.kind in kinds:
             yield partial(all_as, call, kinds, dtype)
@@ -204,6 +207,18 @@ def resized(call: Call, size: int, other: int, counted: bool) -> Call:
 
     tensors = {name: changed(array) for name, array in call.tensors.items()}
     return call.with_tensors(tensors, f"each dimension{' and number' * counted} {size} is {other}")
+
+
+def emptied(call: Call, size: int, longest: int | None, behind: tuple[int, ...]) -> Call:
+    """The call without elements: each dimension `size` is 0, and each dimension `longest` huge, or one behind all."""
+
+    def changed(array: Array) -> Array:
+        shape = tuple(0 if one == size else 1 << 40 if one == longest else one for one in array.shape)
+        shape += behind if 0 in shape else ()
+        return np.zeros(shape, array.dtype) if 0 in shape and math.prod(filter(None, shape)) < 1 << 50 else array
+
+    tensors = {name: changed(array) for name, array in call.tensors.items()}
+    return call.with_tensors(tensors, f"each dimension {size} is 0, {longest} huge, and {list(behind)} behind them")
 
 
 def all_as(call: Call, kinds: str, dtype: DType) -> Call:
