@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,6 @@ NODES = {
     for name, (nodes, tensors, steps) in GRAPHS.items()
     for place, node in enumerate(nodes)
 }
-MISSING = Counter(node.operator for node, _, _ in NODES.values() if node.operator not in OPERATORS)
-EXPECTED_MISSING = {
-    "AveragePoolGrad",
-    "BatchNormInternal",
-    "BatchNormalizationGrad",
-    "ConvGrad",
-    "ConvTransposeGrad",
-    "MaxPoolGrad",
-}
-"""Operators of the graphs that the service does not have yet."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +50,7 @@ def text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-@pytest.mark.parametrize("name", [name for name, (node, _, _) in NODES.items() if node.operator in OPERATORS])
+@pytest.mark.parametrize("name", NODES)
 def test_each_node_has_the_outputs_of_the_step(client: httpx.Client, name: str) -> None:
     node, tensors, steps = NODES[name]
     operator = OPERATORS[node.operator]
@@ -85,7 +74,3 @@ def test_each_node_has_the_outputs_of_the_step(client: httpx.Client, name: str) 
             assert_same_bits(got, tensors[stored])
         compared += 1
     assert compared
-
-
-def test_every_node_has_an_operator() -> None:
-    assert MISSING.keys() <= EXPECTED_MISSING, f"not served: {dict(MISSING)}"
