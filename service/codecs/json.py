@@ -51,6 +51,9 @@ MAX_LISTS = 1 << 22
 MAX_MEMBERS = 4096
 """The most members of an object: to find a member, simdjson goes through all members before it."""
 
+MAX_TENSOR_MEMBERS = 16
+"""The most members of an object that takes the place of a tensor: there may be thousands of such objects."""
+
 
 class Document:
     """A JSON object that names tensors, parsed once. Not thread-safe.
@@ -70,11 +73,9 @@ class Document:
         self._other_lists = 0
         """How many lists in the body are shapes or groups."""
         self.members: dict[str, Any] = {}
-        count = 0
         for name, value in members_of(parse(self._text), "The body"):
-            self.members[name] = one = self._group(name, value) if name in groups else self.member(name, value)
-            count += len(one) if name in groups else 1
-        limits.check_count(count)
+            self.members[name] = self._group(name, value) if name in groups else self.member(name, value)
+        limits.check_count(sum([len(one) if name in groups else 1 for name, one in self.members.items()]))
 
     def _group(self, name: str, value: Any) -> dict[str, Any]:
         """Return the members of a group in the form of `members`."""
@@ -85,8 +86,7 @@ class Document:
         elif isinstance(value, OBJECTS):
             items = members_of(value, shown(name))
         else:
-            problem = f"{name} is {shown(value)}, but must be an object of tensors, by name, or a list of tensors"
-            raise InvalidTensor(problem, tensor=name)
+            raise InvalidTensor(f"{name} is {shown(value)}, but must be an object or a list of tensors", tensor=name)
         return {member: self.member(f"{name}.{member}", item) for member, item in items}
 
     def member(self, name: str, value: Any) -> Any:
@@ -270,12 +270,12 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(f'{text} is not JSON; write the string "{text}"')
 
 
-def members_of(value: Any, title: str) -> Iterator[tuple[str, Any]]:
+def members_of(value: Any, title: str, most: int = MAX_MEMBERS) -> Iterator[tuple[str, Any]]:
     """Yield the members of an object. Raises `MalformedBody`, also for two members of one name; `title` names it."""
     if not isinstance(value, OBJECTS):
         raise MalformedBody(f"{title} is JSON, but not an object")
-    if not isinstance(value, Pairs) and len(value) > MAX_MEMBERS:
-        raise MalformedBody(f"{title} has {len(value)} members; the limit is {MAX_MEMBERS}", limit=MAX_MEMBERS)
+    if not isinstance(value, Pairs) and len(value) > most:
+        raise MalformedBody(f"{title} has {len(value)} members; the limit is {most}", limit=most)
     seen = set()
     for name, member in value if isinstance(value, Pairs) else ((name, None) for name in value):
         if name in seen:
@@ -289,7 +289,7 @@ def members_of(value: Any, title: str) -> Iterator[tuple[str, Any]]:
 def _read_member(name: str, value: Any, limits: Limits) -> Any:
     if not isinstance(value, OBJECTS):
         return value
-    members = dict(members_of(value, shown(name)))
+    members = dict(members_of(value, shown(name), MAX_TENSOR_MEMBERS))
     shape: Any = members.get("shape")
     if type(shape) in LISTS:
         limits.check_rank(name, len(shape), label=f"{name}.shape")

@@ -68,6 +68,23 @@ TENSORS = [
 ]
 """Lists of wrong items, lists in lists, and shapes that are none."""
 
+
+def members(count: int) -> bytes:
+    """Return members of an object, each with a comma behind it."""
+    return b"".join(b'"%d":0,' % number for number in range(count))
+
+
+GROUPS = [
+    Worst(b'{"weights":[', b"0,", b"0]}"),
+    Worst(b'{"weights":[', b"0,", b"0]}", 1 << 15),
+    Worst(b'{"weights":[', b"[],", b"[]]}", 1 << 23),
+    Worst(b'{"weights":[', b"{},", b"{}]}", 1 << 15),
+    Worst(b'{"weights":[', b"{" + members(1000)[:-1] + b"},", b"{}]}", 1 << 22),
+    Worst(b'{"weights":{', b'"":0,', b'"":0}}', 1 << 16),
+    Worst(b'{"weights":{' + members(4096), b'"":{},', b'"":{}}}', 1 << 16),
+]
+"""Groups of very many tensors, and of objects that are none."""
+
 OBJECTS = [Worst(b"{", b" ", b"}"), Worst(b"{", b'"":0,', b'"":0}', 1 << 16)]
 """An object of nothing but spaces, and one of wrong members."""
 
@@ -161,12 +178,12 @@ class Probe(threading.Thread):
         self.join()
 
 
-@pytest.mark.parametrize("endpoint", BODIES)
+@pytest.mark.parametrize("endpoint", [*BODIES, "POST /v1/ops/SGDOptimizerV2"])
 def test_no_body_keeps_others_waiting(server: Server, endpoint: str) -> None:
     method, path = endpoint.split()
     place = server.url + path.format(name="a", op=OPERATOR)
     with httpx.Client(timeout=120) as client:
-        for worst in BODIES[endpoint]:
+        for worst in BODIES.get(endpoint, GROUPS):
             content, headers = compressed(worst), {"Content-Type": worst.media_type, "Content-Encoding": "gzip"}
             with Probe(server) as probe:
                 answer = client.request(method, place, content=content, headers=headers)

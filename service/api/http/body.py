@@ -205,9 +205,15 @@ def deflated(pieces: Sequence[bytes | memoryview], coding: str) -> list[bytes]:
     return [*map(stream.compress, pieces), stream.flush()]
 
 
-def is_quick(text: memoryview, is_header: bool = False) -> bool:
-    """Return whether the event loop may decode a body whose JSON is `text`; in a header each member is quick."""
-    return len(text) <= INLINE_TEXT_BYTES and (is_header or bytes(text).count(b":") <= INLINE_MEMBERS)
+def is_quick(text: memoryview, is_header: bool = False, has_groups: bool = False) -> bool:
+    """Return whether the event loop may decode a body whose JSON is `text`; in a header each member is quick.
+
+    If it may have groups, each item of a list may be a tensor.
+    """
+    if len(text) > INLINE_TEXT_BYTES:
+        return False
+    raw = b"" if is_header else bytes(text)
+    return raw.count(b":") <= INLINE_MEMBERS and (not has_groups or raw.count(b",") <= INLINE_MEMBERS)
 
 
 def header_of(body: memoryview) -> memoryview:

@@ -112,13 +112,6 @@ def input_type(kind: Kind) -> Any:
 
 
 @cache
-def group_type(kind: Kind) -> Any:
-    """Return the type of a group of tensors in a request."""
-    tensor = input_type(kind)
-    return TypeAliasType(f"{kind.name.capitalize()}Tensors", dict[str, tensor] | list[tensor])  # type: ignore[valid-type]
-
-
-@cache
 def output_type(kind: Kind) -> type[BaseModel]:
     """Return the model of a tensor in an answer.
 

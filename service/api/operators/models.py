@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from typing_extensions import TypeAliasType
 
 from service.api.buffers.models import Receipt
-from service.api.http.tensor_forms import absent, group_type, input_type, output_type
+from service.api.http.tensor_forms import absent, input_type, output_type
 from service.api.operators.job import fits_a_buffer
 from service.dtypes import Kind
 from service.kernels import Attribute, Operator, Tensor
@@ -57,9 +57,12 @@ def request_model(operator: Operator) -> type[BaseModel]:
 
     def field(tensor: Tensor) -> Any:
         note = "Optional." if tensor.optional else "Required, here or by `from`."
-        if tensor.group:
+        form = input_type(tensor.kind)
+        if (
+            tensor.group
+        ):  # the schema has the object alone: generators of clients fail on a type that is one or the other
             note += " An object of tensors, or a list: its tensors have the names 0, 1, 2 and so on."
-        form = group_type(tensor.kind) if tensor.group else input_type(tensor.kind)
+            form = dict[str, form]  # type: ignore[valid-type]
         return (form, Field(default_factory=absent, description=note))
 
     return _model(f"{operator.name}Request", ((tensor.name, field(tensor)) for tensor in operator.inputs))

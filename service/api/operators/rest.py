@@ -102,7 +102,7 @@ async def run_operator(call: Call, operator: Operator, query: EndpointQuery) -> 
     sent, answers = media_types(call)
     body = await read_body(call)
     decode, text = (decode_json, body) if sent == JSON else (decode_safetensors, header_of(body))
-    given, inline = (call, operator, query, body), is_quick(text, sent != JSON)
+    given, inline = (call, operator, query, body), is_quick(text, sent != JSON, operator.has_groups)
     job, form = decode(*given) if inline else await call.decode_in_pool(text, decode, *given)
     encoding = (query.encoding or form) if answers == JSON else None
     result = await run(call, job, encoding)
