@@ -22,7 +22,10 @@ MATRIX_BYTES = 1 << 22
 """Bytes of a tile's matrix, at most, unless one pixel needs more. Threads keep scratch memory of this size."""
 
 FEW_COLUMNS = 512
-"""Columns from which on more columns make no product faster. Only smaller images share a tile."""
+"""Columns from which on more columns make no product faster. Images with fewer share a tile."""
+
+FEW_NUMBERS = 1 << 15
+"""Numbers of a tap in a tile from which on NumPy's calls take little time beside the copies. They need images, too."""
 
 MAX_PARTS = 8
 """The most parts: enough to occupy the threads."""
@@ -112,10 +115,13 @@ class Correlation:
     def _blocks(self, *, whole_images: bool) -> Iterator[list[_Tile]]:
         """Yield blocks of tiles: single tiles, or all tiles of the same images and groups."""
         N, G, _, *grid = self.partner.shape
-        room = MATRIX_BYTES // self.partner.itemsize // (len(self.taps) * self.sources[0].shape[2])
+        A = self.sources[0].shape[2]
+        room = MATRIX_BYTES // self.partner.itemsize // (len(self.taps) * A)
+        enough = min(room, max(FEW_COLUMNS, FEW_NUMBERS // A))
         lengths: list[int] = []
-        for size, most in (*((size, room) for size in (*grid[::-1], G)), (N, min(room, FEW_COLUMNS))):
-            lengths.insert(0, max(1, min(size, most // math.prod(lengths))))
+        for size, most in (*((size, room) for size in (*grid[::-1], G)), (N, enough)):
+            count = -(-size // max(1, most // math.prod(lengths)))
+            lengths.insert(0, -(-size // count))
         images, groups, *axes = (_cuts(size, length) for size, length in zip((N, G, *grid), lengths, strict=True))
         places = [(pixels, self._moves(pixels)) for pixels in itertools.product(*axes)]
         for block in itertools.product(images, groups):
