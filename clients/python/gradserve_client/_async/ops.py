@@ -3354,6 +3354,42 @@ class AsyncOps:
         return results["reduced"]
 
     @overload
+    async def pad_and_unflatten(
+        self, input: Input, indices: Input, unflatten_dims: Input, *, into: None = None
+    ) -> Array: ...
+
+    @overload
+    async def pad_and_unflatten(
+        self, input: Input, indices: Input, unflatten_dims: Input, *, into: Into, **add: Unpack[Adding]
+    ) -> Receipt: ...
+
+    async def pad_and_unflatten(
+        self, input: Input, indices: Input, unflatten_dims: Input, *, into: Into | None = None, **add: Unpack[Adding]
+    ) -> Array | Receipt:
+        """output = zeros(unflatten_dims + input.shape[1:]), whose first two axes, as one, have `input` at `indices`.
+
+        input [K, ...], indices [K], unflatten_dims [2] -> output [M1, M2, ...]. Negative indices count from the end. Of
+        the same indices, the last one counts. The numbers keep their bits. ONNX Runtime has a kernel on GPUs only.
+        Raises `ShapeMismatch`, `IndexOutOfRange` and `InvalidTensor` for a negative dimension.
+
+        input: float32, float16, bfloat16, float64.
+        indices: int64, int32.
+        unflatten_dims: int64, int32.
+        Gives output: float32, float16, bfloat16, float64.
+        """
+        results = await self._runner.run(
+            calls.run(
+                "PadAndUnflatten",
+                {"input": input, "indices": indices, "unflatten_dims": unflatten_dims},
+                {},
+                gives=("output",),
+                into=None if into is None else {"output": into},
+                **add,
+            )
+        )
+        return results["output"]
+
+    @overload
     async def max_pool_grad(
         self,
         dY: Input,

@@ -28,6 +28,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "SGDOptimizerV2": {"update_signal": "bool"},
     "AdamWOptimizer": {"step": "int64", "update_signal": "bool"},
     "AdamOptimizer": {"T": "int64", "update_signal": "bool"},
+    "PadAndUnflatten": {"indices": "int64", "unflatten_dims": "int64"},
     "MaxPoolGrad": {"Indices": "int64", "shape": "int64"},
     "AveragePoolGrad": {"shape": "int64"},
     "FakeQuantGrad": {"gradient_mask": "bool"},
