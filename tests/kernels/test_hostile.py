@@ -38,9 +38,9 @@ BASES = 1
 """Golden questions from which calls are made, beside the operator's example."""
 USUAL_SIZE = 40
 """About how many elements such a question has."""
-SINGLE = 90
+SINGLE = 120
 """Calls with one change, at most, for each base: at random, but as many of each tensor and of each kind of change."""
-PAIRS = 10
+PAIRS = 12
 """Calls with two changes, for each base."""
 
 MAX_TENSOR_BYTES = 1 << 22
