@@ -71,13 +71,13 @@ def _adam(
 ) -> Callable[..., None]:
     """Return the formula of update number `count`, without correction if that is 0: new weights and moments.
 
-    Its last array gets the change of the weights before their decay, negated.
+    Its last array gets the change of the weights before their decay, negated. The correction of v is a factor of the
+    rate and, in mode 0, of epsilon.
     """
     m_divisor, v_divisor = (_correction(alpha, count), _correction(beta, count)) if count > 0 else (1.0, 1.0)
     before, after = (0.0, rate * decay) if mode else (rate * decay, 0.0)
-    if mode:
-        rate, v_divisor = rate * _root(v_divisor), 1.0
-    rate = _divided(rate, m_divisor)
+    deviation = _root(v_divisor)
+    rate, epsilon = _divided(rate * deviation, m_divisor), epsilon if mode else epsilon * deviation
 
     def formula(
         w: Array, g: Array, m: Array, v: Array, new_w: Array, new_m: Array, new_v: Array, change: Array
@@ -89,7 +89,7 @@ def _adam(
         np.multiply(change, 1 - beta, out=change)
         np.multiply(v, beta, out=new_v)
         np.add(new_v, change, out=new_v)
-        np.sqrt(new_v if v_divisor == 1 else np.divide(new_v, v_divisor, out=change), out=change)
+        np.sqrt(new_v, out=change)
         np.add(change, epsilon, out=change)
         np.divide(new_m, change, out=change)
         np.multiply(change, rate, out=change)
