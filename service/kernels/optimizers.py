@@ -252,9 +252,9 @@ def inplace_clip_grad_norm(
     return clipped[0], rounded
 
 
-@op("ReduceAllL2", outputs="reduced", example={"X": {"0": [3.0], "1": [4.0]}})
+@op("ReduceAllL2", outputs="Y", example={"X": {"0": [3.0], "1": [4.0]}})
 def reduce_all_l2(X: Group[T], /) -> Rank0[T]:
-    """reduced = sqrt(sum of all squares), a scalar.
+    """Y = sqrt(sum of all squares), a scalar.
 
     The squares are added in float64, and the root is rounded once. Zero-size tensors count as nothing.
     """

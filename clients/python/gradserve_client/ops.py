@@ -3870,20 +3870,20 @@ class Ops:
     def reduce_all_l2(self, X: Inputs, *, into: Into, **add: Unpack[Adding]) -> Receipt: ...
 
     def reduce_all_l2(self, X: Inputs, *, into: Into | None = None, **add: Unpack[Adding]) -> Array | Receipt:
-        """reduced = sqrt(sum of all squares), a scalar.
+        """Y = sqrt(sum of all squares), a scalar.
 
         The squares are added in float64, and the root is rounded once. Zero-size tensors count as nothing.
 
         X.*: float32, float16, bfloat16, float64.
-        Gives reduced: float32, float16, bfloat16, float64.
+        Gives Y: float32, float16, bfloat16, float64.
 
         >>> server.ops.reduce_all_l2(X={'0': [3.0], '1': [4.0]})
         array(5., dtype=float32)
         """
         results = self._runner.run(
-            calls.run("ReduceAllL2", {"X": X}, {}, into=None if into is None else {"reduced": into}, **add)
+            calls.run("ReduceAllL2", {"X": X}, {}, into=None if into is None else {"Y": into}, **add)
         )
-        return results["reduced"]
+        return results["Y"]
 
     @overload
     def pad_and_unflatten(self, input: Input, indices: Input, unflatten_dims: Input, *, into: None = None) -> Array: ...

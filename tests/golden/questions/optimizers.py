@@ -120,11 +120,11 @@ def _norms() -> Iterator[Case]:
     asked = ("clipped_gradients", "total_norm")
     yield Case("InplaceClipGradNorm", "torch", _group("clip", "gradients", "float64"), asked, source="torch")
     X = {name.replace("gradients", "X"): value for name, value in given.items()}
-    yield Case("ReduceAllL2", "many", X, ("reduced",))
-    yield Case("ReduceAllL2", "nothing", {"X.0": np.zeros((0, 2), np.float32)}, ("reduced",))
+    yield Case("ReduceAllL2", "many", X, ("Y",))
+    yield Case("ReduceAllL2", "nothing", {"X.0": np.zeros((0, 2), np.float32)}, ("Y",))
     infinite = {"X.0": np.array([1, np.inf], np.float32), "X.1": np.array([2], np.float32)}
-    yield Case("ReduceAllL2", "infinite", infinite, ("reduced",))
-    yield Case("ReduceAllL2", "nan", {**infinite, "X.2": np.array([np.nan], np.float32)}, ("reduced",))
+    yield Case("ReduceAllL2", "infinite", infinite, ("Y",))
+    yield Case("ReduceAllL2", "nan", {**infinite, "X.2": np.array([np.nan], np.float32)}, ("Y",))
 
 
 def _refused() -> Iterator[Case]:
