@@ -192,8 +192,7 @@ def _run(
 
     def fill(memory: Mapping[str, Array]) -> None:
         if "dB" in memory:
-            planes = dY.reshape(*dY.shape[:2], math.prod(dY.shape[2:]))
-            memory["dB"][...] = planes.sum(axis=2).sum(axis=0, dtype=FLOAT64)
+            memory["dB"][...] = _channel_sums(dY)
         wants = [name for name in ("dX", "dW") if name in memory]
         if not (dY.size and X.size and W.size):
             for name in wants:
@@ -205,6 +204,15 @@ def _run(
 
     outputs = compute_wide({name: shape for name, shape in shapes.items() if name in wanted}, given, fill)
     return tuple(map(outputs.get, shapes))
+
+
+def _channel_sums(dY: Array) -> Array:
+    """Return the sums over all images and pixels, by channel."""
+    totals, height = np.zeros(dY.shape[1]), max(1, (MATRIX_BYTES >> 4) // max(1, dY.shape[1]))
+    for start in range(0, len(dY) if dY.size else 0, height):
+        planes = dY[start : start + height].sum(axis=tuple(range(2, dY.ndim)))
+        totals += planes.sum(axis=0, dtype=FLOAT64)
+    return totals
 
 
 @dataclass(frozen=True)

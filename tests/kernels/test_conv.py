@@ -219,3 +219,8 @@ def test_memory_is_bounded() -> None:
     dY, X, W = drawn((4, 64, 48, 48), (4, 64, 48, 48), (64, 64, 3, 3), dtype=np.float32)
     columns = 9 * dY.nbytes
     assert peak_bytes(lambda: conv_grad(dY, X, W, pads=[1] * 4)) < X.nbytes + (12 << 20) < columns
+
+
+def test_many_empty_images_take_no_memory() -> None:
+    dY, X, W = np.zeros((1 << 40, 4, 0)), np.zeros((1 << 40, 0, 4)), np.zeros((0, 4, 1))
+    assert peak_bytes(lambda: conv_transpose_grad(dY, X, W, pads=[2, 2])) < 1 << 16
