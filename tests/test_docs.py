@@ -19,6 +19,7 @@ import pytest
 from gradserve_client._cli.commands import command as gradserve_client_command
 
 from service.api.telemetry.metrics import FAMILIES
+from service.kernels import OPERATORS
 from service.settings import Settings
 from tests.commands import helps
 from tests.documentation import DOCUMENTS, README, ROOT, TABLES, Block, blocks, rendered, tables
@@ -137,6 +138,16 @@ def test_tables_are_fresh() -> None:
 def test_every_table_is_in_one_document() -> None:
     assert sorted(name for text in TEXTS.values() for name in tables(text)) == sorted(TABLES)
     assert sum(text.count("make docs -->") for text in TEXTS.values()) == len(TABLES)
+
+
+def test_the_readme_counts_the_operators() -> None:
+    """59 kernels of ONNX Runtime's, and the others by their names."""
+    text = (ROOT / "README.md").read_text()
+    (count,) = re.findall(r"training CPU kernels, all (\d+),", text)
+    others = {"FusedMatMul", "ConvTransposeGrad", "ResizeGrad", "PadAndUnflatten"}
+    assert others <= OPERATORS.keys()
+    assert all(name in text for name in others)
+    assert int(count) == len(OPERATORS.keys() - others)
 
 
 def test_the_readme_is_short() -> None:
