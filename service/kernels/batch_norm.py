@@ -73,21 +73,24 @@ def batch_norm_internal(
             f"X has shape {list(X.shape)}, but needs numbers for the statistics of a channel", tensor="X"
         )
     Y: Any = new_output(None, X.shape, X.dtype)
+    given, result = batch.flat(X), batch.flat(Y)
     mean, variance = input_mean.astype(FLOAT64), input_var.astype(FLOAT64)
 
     with np.errstate(all="ignore"):
         if training_mode:
-            mean = batch.total(lambda tile: [_sums(batch.load(X, tile, 0))])[0] / batch.count
-            squares, rest = batch.total(lambda tile: _moments(batch.centered(X, mean, tile))) / batch.count
+            mean = batch.total(lambda tile: [_sums(batch.load(given, tile, 0))])[0] / batch.count
+            shift = batch.column(mean)
+            squares, rest = batch.total(lambda tile: _moments(batch.centered(given, shift, tile))) / batch.count
             variance = squares - rest**2
         inv = 1 / np.sqrt(variance + epsilon)
-        factor, offset = scale * inv, B - (mean - mean.astype(batch.dtype)) * scale * inv
+        shift, factor = batch.column(mean), batch.column(scale * inv)
+        offset = batch.column(B - (mean - shift[:, 0]) * scale * inv)
 
         def normalize(tile: _Tile) -> None:
-            target = batch.target(Y, tile)
-            np.multiply(batch.centered(X, mean, tile), batch.column(factor, tile), out=target)
-            np.add(target, batch.column(offset, tile), out=target)
-            batch.store(target, Y, tile)
+            target = batch.target(result, tile)
+            np.multiply(batch.centered(given, shift, tile), factor[tile[1]], out=target)
+            np.add(target, offset[tile[1]], out=target)
+            batch.store(target, result, tile)
 
         batch.each(normalize)
         running = [mean, variance]
@@ -131,28 +134,29 @@ def batch_normalization_grad(
     batch = _Batch.of(X, scale=scale, mean=mean, variance=variance)
     same_shape(X=X, dY=dY)
     X_grad: Any = new_output(None, X.shape, X.dtype) if "X_grad" in wanted else None
-    n, inv, wide_mean = max(1, batch.count), variance.astype(FLOAT64), mean.astype(FLOAT64)
+    n, inv, shift = max(1, batch.count), variance.astype(FLOAT64), batch.column(mean)
+    given, incoming = batch.flat(X), batch.flat(dY)
 
     def sums(tile: _Tile) -> list[Array]:
-        block = batch.load(dY, tile, 0)
-        return [_sums(block), _sums(block, batch.centered(X, wide_mean, tile))]
+        block = batch.load(incoming, tile, 0)
+        return [_sums(block), _sums(block, batch.centered(given, shift, tile))]
 
     with np.errstate(all="ignore"):
         bias_grad, products = batch.total(sums)
-        rest = wide_mean - wide_mean.astype(batch.dtype)
+        rest = mean.astype(FLOAT64) - shift[:, 0]
         scale_grad = (products - rest * bias_grad) * inv
         if X_grad is not None:
-            factor = scale * inv
-            slope = factor * inv * scale_grad / n
-            offset = factor * bias_grad / n - rest * slope
+            result, slopes = batch.flat(X_grad), scale * inv**2 * scale_grad / n
+            factor, slope = batch.column(scale * inv), batch.column(slopes)
+            offset = batch.column(scale * inv * bias_grad / n - rest * slopes)
 
             def differentiate(tile: _Tile) -> None:
-                block, target = batch.centered(X, wide_mean, tile), batch.target(X_grad, tile)
-                np.multiply(block, batch.column(slope, tile), out=block)
-                np.add(block, batch.column(offset, tile), out=block)
-                np.multiply(batch.load(dY, tile, 0), batch.column(factor, tile), out=target)
+                block, target = batch.centered(given, shift, tile), batch.target(result, tile)
+                np.multiply(block, slope[tile[1]], out=block)
+                np.add(block, offset[tile[1]], out=block)
+                np.multiply(batch.load(incoming, tile, 0), factor[tile[1]], out=target)
                 np.subtract(target, block, out=target)
-                batch.store(target, X_grad, tile)
+                batch.store(target, result, tile)
 
             batch.each(differentiate)
         named = {"scale_grad": scale_grad, "bias_grad": bias_grad}
@@ -220,27 +224,33 @@ class _Batch:
 
     def load(self, tensor: Array, tile: _Tile, slot: int) -> Array:
         """Return a tile of a tensor, in scratch if it has 16-bit floats."""
-        block = tensor.reshape(self.N, self.C, self.S)[tile]
+        block = tensor[tile]
         return block if block.dtype == self.dtype else widen(block, slot)
 
     def centered(self, tensor: Array, mean: Array, tile: _Tile) -> Array:
         """Return a tile of a tensor minus the mean of each channel, in scratch."""
         block = self.load(tensor, tile, 1)
-        return np.subtract(block, self.column(mean, tile), out=self._scratch(1, block))
+        return np.subtract(block, mean[tile[1]], out=self._scratch(1, block))
 
-    def column(self, numbers: Array, tile: _Tile) -> Array:
-        """Return the numbers of the tile's channels as a column."""
-        return numbers[tile[1]].astype(self.dtype)[:, None]
+    def column(self, numbers: Array) -> Array:
+        """Return a number for each channel as a column, in the dtype to compute with."""
+        return numbers.astype(self.dtype)[:, None]
+
+    def flat(self, tensor: Array) -> Array:
+        """Return a tensor as [N, C, S]."""
+        if not tensor.flags.c_contiguous:
+            claim(tensor.nbytes)
+        return tensor.reshape(self.N, self.C, self.S)
 
     def target(self, output: Array, tile: _Tile) -> Array:
         """Return memory for a tile of an output: its own, or scratch if it has 16-bit floats."""
-        block = output.reshape(self.N, self.C, self.S)[tile]
+        block = output[tile]
         return block if block.dtype == self.dtype else self._scratch(2, block)
 
     def store(self, target: Array, output: Array, tile: _Tile) -> None:
         """Round what `target` returned, if it is scratch, into the output."""
         if output.dtype != self.dtype:
-            narrow(target, output.reshape(self.N, self.C, self.S)[tile], (0, 1))
+            narrow(target, output[tile], (0, 1))
 
     def _scratch(self, slot: int, like: Array) -> Array:
         return scratch(slot, like.size, self.dtype).reshape(like.shape)
