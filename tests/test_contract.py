@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import numpy as np
@@ -15,9 +16,11 @@ from service.codecs import json as json_codec
 from service.dtypes import DTYPES, Array
 from service.kernels import OPERATORS, Operator, Tensor
 from service.limits import Limits
+from tests.cases import case
 from tests.serving import assert_problem
 
 EVERY = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def example(operator: Operator, dtypes: dict[str, str] | None = None) -> dict[str, Array]:
@@ -98,10 +101,14 @@ def test_each_example_gives_the_documented_answer(client: httpx.Client, operator
 
 
 @EVERY
-@pytest.mark.parametrize("floats", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("integers", ["int32", "int64"])
-@pytest.mark.parametrize("form", ["list", "base64"])
-def test_every_dtype_works_in_every_form(
+def test_every_dtype_works_in_every_form(client: httpx.Client, operator: Operator) -> None:
+    dtypes, forms = itertools.product(FLOATS, ("int32", "int64")), get_args(json_codec.Encoding)
+    for (floats, integers), form in itertools.product(dtypes, forms):
+        with case(floats, integers, form):
+            assert_works(client, operator, floats, integers, form)
+
+
+def assert_works(
     client: httpx.Client, operator: Operator, floats: str, integers: str, form: json_codec.Encoding
 ) -> None:
     tensors = example(operator, {"float": floats, "integer": integers})
@@ -115,7 +122,7 @@ def test_every_dtype_works_in_every_form(
 
 @EVERY
 def test_outputs_have_the_declared_names_and_dtypes(operator: Operator) -> None:
-    for floats in ("float16", "bfloat16", "float32", "float64"):
+    for floats in FLOATS:
         tensors = example(operator, {"float": floats})
         outputs = run(operator, tensors)
         of_variables = {operator.inputs_by_name[name.partition(".")[0]].variable: name for name in tensors}

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,9 +27,10 @@ from service.kernels import OPERATORS
 from service.keys import add as add_key
 from service.settings import Settings
 from tests.api.test_triton_client import Call, _aio, _sync, arrays, inputs, outputs
+from tests.cases import case
 from tests.serving import in_flight, serving, wait_until
 from tests.shared_objects import RELU, SHARED, Object, expected, new_key, numbers, region, register, relu, shared
-from tests.test_contract import EVERY, assert_same, example, parameters
+from tests.test_contract import EVERY, FLOATS, assert_same, example, parameters
 
 pytestmark = pytest.mark.skipif(not OBJECTS.is_dir(), reason="needs /dev/shm")
 
@@ -131,10 +132,15 @@ def test_the_client_registers_and_unregisters_regions(call: Call, regions: Regio
 
 
 @EVERY
-@pytest.mark.parametrize("floats", ["float16", "bfloat16", "float32", "float64"])
-def test_every_tensor_may_be_in_shared_memory(call: Call, regions: Regions, operator: Any, floats: str) -> None:
-    tensors = example(operator, {"float": floats})
+def test_every_tensor_may_be_in_shared_memory(call: Call, regions: Regions, operator: Any) -> None:
     given, wanted = regions("in", 4096), regions("out", 4096)
+    for floats in FLOATS:
+        shm.set_shared_memory_region(wanted, [np.zeros(4096, np.uint8)])
+        with case(floats):
+            assert_in_shared_memory(call, operator, example(operator, {"float": floats}), given, wanted)
+
+
+def assert_in_shared_memory(call: Call, operator: Any, tensors: Mapping[str, Array], given: Any, wanted: Any) -> None:
     shm.set_shared_memory_region(given, [np.frombuffer(one.tobytes(), np.uint8) for one in tensors.values()], 3)
     described, offset = inputs(tensors), 3
     for one, tensor in zip(described, tensors.values(), strict=True):

@@ -18,8 +18,9 @@ from tritonclient.utils import InferenceServerException  # type: ignore[import-u
 from service.dtypes import DTYPES, OPEN_INFERENCE, Array
 from service.errors import GradserveError
 from service.kernels import OPERATORS, Operator
-from tests.kernels.calls import CALLS, FLOAT_DTYPES
-from tests.test_contract import EVERY, assert_same, example, parameters
+from tests.cases import case
+from tests.kernels.calls import CALLS
+from tests.test_contract import EVERY, FLOATS, assert_same, example, parameters
 
 Call: TypeAlias = Callable[..., Any]
 """Calls a method of a client, given its name and its arguments."""
@@ -104,8 +105,13 @@ def test_the_client_reads_the_model_repository(call: Call) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("version", ["", "1"])
-def test_the_client_reads_each_models_metadata(call: Call, operator: Operator, version: str) -> None:
+def test_the_client_reads_each_models_metadata(call: Call, operator: Operator) -> None:
+    for version in ("", "1"):
+        with case("version", version):
+            assert_described(call, operator, version)
+
+
+def assert_described(call: Call, operator: Operator, version: str) -> None:
     assert call("is_model_ready", operator.name, version) is True
     metadata = call("get_model_metadata", operator.name, version)
     assert (metadata["name"], metadata["versions"]) == (operator.name, ["1"])
@@ -174,9 +180,9 @@ def test_statistics_count_successes_and_failures(call: Call, version: str) -> No
 
 
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
-@pytest.mark.parametrize("case", CALLS)
-def test_attributes_are_request_parameters(call: Call, case: str, binary: bool) -> None:
-    made = CALLS[case]((3, 5), np.float32)
+@pytest.mark.parametrize("name", CALLS)
+def test_attributes_are_request_parameters(call: Call, name: str, binary: bool) -> None:
+    made = CALLS[name]((3, 5), np.float32)
     operator = OPERATORS[made.operator]
     tensors = dict(zip([one.name for one in operator.inputs], made.inputs, strict=False))
     asked = outputs(operator.output_names, binary)
@@ -186,16 +192,16 @@ def test_attributes_are_request_parameters(call: Call, case: str, binary: bool) 
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", [dtype.name for dtype in FLOAT_DTYPES])
-def test_every_operator_answers_in_every_dtype(call: Call, operator: Operator, dtype: str) -> None:
-    for integers in ("int32", "int64"):
-        tensors = example(operator, {"float": dtype, "integer": integers})
-        expected, given = operator(tensors, operator.example_attributes), {"parameters": parameters(operator)}
-        assert_same(run(call, operator, tensors, **given), expected)
-        if dtype != "bfloat16":
-            asked = outputs(expected, binary=False)
-            in_json = call("infer", operator.name, inputs(tensors, binary=False), outputs=asked, **given)
-            assert_same(arrays(in_json), expected)
+def test_every_operator_answers_in_every_dtype(call: Call, operator: Operator) -> None:
+    for dtype, integers in itertools.product(FLOATS, ("int32", "int64")):
+        with case(dtype, integers):
+            tensors = example(operator, {"float": dtype, "integer": integers})
+            expected, given = operator(tensors, operator.example_attributes), {"parameters": parameters(operator)}
+            assert_same(run(call, operator, tensors, **given), expected)
+            if dtype != "bfloat16":
+                asked = outputs(expected, binary=False)
+                in_json = call("infer", operator.name, inputs(tensors, binary=False), outputs=asked, **given)
+                assert_same(arrays(in_json), expected)
 
 
 def test_one_request_may_mix_bytes_and_json(call: Call) -> None:
@@ -326,9 +332,9 @@ MISTAKES: dict[str, tuple[str, Mapping[str, Array], dict[str, Any], str, tuple[s
 
 
 @SIZE_ALLOWED
-@pytest.mark.parametrize("case", MISTAKES)
-def test_each_mistake_raises_an_exception_with_its_message(call: Call, case: str) -> None:
-    model, tensors, more, status, words = MISTAKES[case]
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_mistake_raises_an_exception_with_its_message(call: Call, mistake: str) -> None:
+    model, tensors, more, status, words = MISTAKES[mistake]
     described = [triton.InferInput(name, one.shape, DATATYPES[one.dtype.name]) for name, one in tensors.items()]
     filled = [one.set_data_from_numpy(tensor) for one, tensor in zip(described, tensors.values(), strict=True)]
     came, message = refused(call, "infer", model, filled, **more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,19 @@ import pytest
 
 from service.dtypes import FLOAT64, Array, cast
 from service.kernels import OPERATORS
+from tests import cases
 from tests.golden import questions, store
 from tests.golden.store import Case
 from tests.kernels.equality import assert_close, assert_same_bits
 
 FOLDERS = (store.FOLDER, store.TORCH)
-CASES = [case for folder in FOLDERS for name in store.operators(folder) for case in store.read(name, folder=folder)]
-ANSWERED = [pytest.param(case, id=f"{case.operator}-{case.name}, {case.source}") for case in CASES if not case.error]
-REFUSED = [pytest.param(case, id=f"{case.operator}-{case.name}") for case in CASES if case.error]
+FILES = [(name, folder) for folder in FOLDERS for name in store.operators(folder)]
+
+
+@cache
+def everything() -> list[Case]:
+    """The cases of all files. They are not read before a test needs them: each process of pytest would read them."""
+    return [case for folder in FOLDERS for name in store.operators(folder) for case in store.read(name, folder=folder)]
 
 
 def run(case: Case) -> dict[str, Array]:
@@ -31,8 +37,16 @@ def rounded(case: Case, expected: Array, got: Array) -> Array:
     return expected
 
 
-@pytest.mark.parametrize("case", ANSWERED)
-def test_same_answer(case: Case) -> None:
+@pytest.mark.parametrize(("name", "folder"), FILES, ids=lambda one: getattr(one, "name", one))
+def test_same_answers(name: str, folder: Path) -> None:
+    answered = [case for case in store.read(name, folder=folder) if not case.error]
+    assert answered
+    for case in answered:
+        with cases.case(case.name, case.source):
+            assert_same_answer(case)
+
+
+def assert_same_answer(case: Case) -> None:
     results = run(case)
     assert case.outputs
     for name, expected in case.outputs.items():
@@ -43,17 +57,20 @@ def test_same_answer(case: Case) -> None:
             assert_close(got, rounded(case, expected, got), **allowed)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_as_there(case: Case) -> None:
-    reasons, told = questions.reasons(OPERATORS[case.operator]), f"{case.name}: {case.error}"
-    (error,) = {error for reason, error in reasons.items() if re.search(reason, told)}
-    with pytest.raises(error):
-        run(case)
+def test_refused_as_there() -> None:
+    refused = [case for case in everything() if case.error]
+    assert refused
+    for case in refused:
+        with cases.case(case.operator, case.name):
+            reasons, told = questions.reasons(OPERATORS[case.operator]), f"{case.name}: {case.error}"
+            (error,) = {error for reason, error in reasons.items() if re.search(reason, told)}
+            with pytest.raises(error):
+                run(case)
 
 
 def test_every_operator_has_golden_answers() -> None:
     served = {op.name for op in OPERATORS.values() if op.kernel.__module__.startswith("service.kernels.")}
-    assert {case.operator for case in CASES} == served
+    assert {case.operator for case in everything()} == served
 
 
 @pytest.mark.parametrize(("folder", "source"), [(store.FOLDER, "onnxruntime"), (store.TORCH, "torch")])
@@ -63,7 +80,7 @@ def test_every_file_says_who_answered(folder: Path, source: str) -> None:
 
 
 def test_golden_names_are_the_operators() -> None:
-    for case in CASES:
+    for case in everything():
         declared = OPERATORS[case.operator]
         assert {_base(name) for name in case.inputs} <= {tensor.name for tensor in declared.inputs}
         assert set(case.attributes) <= {attribute.name for attribute in declared.attributes}
