@@ -14,7 +14,7 @@ from service.kernels._blocks import block_length, check_wanted, new_output
 from service.kernels._checks import check_shape
 from service.kernels._op import op
 from service.kernels._scatter import clear, flat_indices
-from service.kernels._types import Shape, T, Tind
+from service.kernels._types import Rank2, Shape, T, Tind
 
 
 def _work(input: Array, indices: Array, unflatten_dims: Array) -> int:
@@ -27,7 +27,7 @@ def _work(input: Array, indices: Array, unflatten_dims: Array) -> int:
     example={"input": [1.0, 2.0, 3.0], "indices": [0, 1, 3], "unflatten_dims": [2, 3]},
     multiply_adds=_work,
 )
-def pad_and_unflatten(input: T, indices: Tind, unflatten_dims: Shape, /) -> T:
+def pad_and_unflatten(input: T, indices: Tind, unflatten_dims: Shape, /) -> Rank2[T]:
     """output = zeros(unflatten_dims + input.shape[1:]), whose first two axes, as one, have `input` at `indices`.
 
     input [K, ...], indices [K], unflatten_dims [2] -> output [M1, M2, ...]. Negative indices count from the end. Of the

@@ -1,6 +1,6 @@
 """Clients that public tools generate from the OpenAPI document compile, and work with a real server.
 
-Each program in `programs/` calls an operator, adds to a buffer, takes its sum, and tells an error by its code.
+Each program in `programs/` calls operators, adds to a buffer, takes its sum, and tells an error by its code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOOLS = Path(os.environ["GRADSERVE_CLIENTS"])
 JAKARTA = Path("/usr/share/java/jakarta-annotation-api.jar")
 """The annotations in generated Java, from Debian. Other libraries that it needs are in the generator's own archive."""
 
-PRINTED = "relu 1 0\ntake 4 6\nerror shape_mismatch of X\n"
+PRINTED = "relu 1 0\nstep 2\ntake 4 6\nerror shape_mismatch of X\n"
 """The output of each program."""
 
 MIN_BODIES = 15

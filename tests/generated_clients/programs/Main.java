@@ -1,4 +1,4 @@
-// Calls an operator, fills and takes a buffer, and tells an error by its code.
+// Calls an operator, and another with groups of tensors, fills and takes a buffer, and tells an error by its code.
 import gradserve.ApiClient;
 import gradserve.ApiException;
 import gradserve.JSON;
@@ -13,7 +13,9 @@ import gradserve.model.NewBuffer;
 import gradserve.model.Problem;
 import gradserve.model.Receipt;
 import gradserve.model.ReluGradRequest;
+import gradserve.model.SGDOptimizerV2Request;
 import java.util.List;
+import java.util.Map;
 
 public class Main {
     static FloatTensor tensor(Number... values) {
@@ -55,6 +57,11 @@ public class Main {
         ReluGradRequest request = new ReluGradRequest().dY(tensor(1, 2)).X(tensor(0.5, -1));
         var answer = operators.reluGrad(null, null, null, null, null, null, null, null, request);
         show("relu", (FloatTensorAnswer) answer.getdX().getActualInstance());
+
+        SGDOptimizerV2Request step = new SGDOptimizerV2Request().lr(tensor(1));
+        step.weights(Map.of("fc.bias", tensor(3))).gradients(Map.of("fc.bias", tensor(1)));
+        var stepped = operators.sGDOptimizerV2(null, null, null, null, null, null, null, null, null, step);
+        show("step", (FloatTensorAnswer) stepped.getUpdatedWeights().get("fc.bias").getActualInstance());
 
         buffers.createBuffer(name, new NewBuffer().shape(List.of(2L)), null, null, null);
         for (int attempt = 0; attempt < 2; attempt++) {

@@ -1,4 +1,4 @@
-"""Calls an operator, fills and takes a buffer, and tells an error by its code."""
+"""Calls an operator, and another with groups of tensors, fills and takes a buffer, and tells an error by its code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 from gradserve_api import Client
 from gradserve_api.api.buffers import accumulate, create_buffer, take
-from gradserve_api.api.operators import relu_grad
+from gradserve_api.api.operators import relu_grad, sgd_optimizer_v2
 from gradserve_api.models import (
     ErrorCode,
     FloatList,
@@ -18,6 +18,10 @@ from gradserve_api.models import (
     Receipt,
     ReluGradAnswer,
     ReluGradRequest,
+    SGDOptimizerV2Answer,
+    SGDOptimizerV2Request,
+    SGDOptimizerV2RequestGradients,
+    SGDOptimizerV2RequestWeights,
 )
 
 
@@ -40,6 +44,13 @@ client = Client(os.environ["GRADSERVE_URL"])
 answer = relu_grad.sync(client=client, body=ReluGradRequest(d_y=[1, 2], x=[0.5, -1]))
 assert isinstance(answer, ReluGradAnswer)
 show("relu", answer.d_x)
+
+weights, gradients = SGDOptimizerV2RequestWeights(), SGDOptimizerV2RequestGradients()
+weights["fc.bias"], gradients["fc.bias"] = [3], [1]
+step = SGDOptimizerV2Request(lr=1, weights=weights, gradients=gradients)
+stepped = sgd_optimizer_v2.sync(client=client, body=step)
+assert isinstance(stepped, SGDOptimizerV2Answer)
+show("step", stepped.updated_weights["fc.bias"])
 
 assert isinstance(create_buffer.sync("python", client=client, body=NewBuffer(shape=[2])), Metadata)
 for _ in range(2):

@@ -1,4 +1,4 @@
-// Calls an operator, fills and takes a buffer, and tells an error by its code.
+// Calls an operator, and another with groups of tensors, fills and takes a buffer, and tells an error by its code.
 import createClient from "openapi-fetch";
 import type { components, paths } from "./api.js";
 
@@ -29,6 +29,11 @@ function taken<T>(answer: { data?: T; error?: Problem }): Exclude<T, string> {
 const { dX } = taken(await client.POST("/v1/ops/ReluGrad", { body: { dY: [1, 2], X: [0.5, -1] } }));
 if (dX === undefined || !("data" in dX)) throw new Error("the answer has no list");
 console.log("relu", ...(dX.data as number[]));
+
+const step = { lr: 1, weights: { "fc.bias": [3] }, gradients: { "fc.bias": [1] } };
+const bias = taken(await client.POST("/v1/ops/SGDOptimizerV2", { body: step })).updated_weights?.["fc.bias"];
+if (bias === undefined || !("data" in bias)) throw new Error("the answer has no group");
+console.log("step", ...(bias.data as number[]));
 
 taken(await client.PUT("/v1/buffers/{name}", { params: { path }, body: { shape: [2] } }));
 for (let attempt = 0; attempt < 2; attempt++) {

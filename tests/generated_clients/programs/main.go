@@ -1,4 +1,4 @@
-// Calls an operator, fills and takes a buffer, and tells an error by its code.
+// Calls an operator, and another with groups of tensors, fills and takes a buffer, and tells an error by its code.
 package main
 
 import (
@@ -65,6 +65,14 @@ func main() {
 	answer, _, err := client.OperatorsAPI.ReluGrad(ctx).ReluGradRequest(*request).Execute()
 	check(err)
 	show("relu", answer.DX.FloatTensorAnswer)
+
+	step := gradserve.NewSGDOptimizerV2Request()
+	step.SetLr(tensor(1))
+	step.SetWeights(map[string]gradserve.FloatTensor{"fc.bias": tensor(3)})
+	step.SetGradients(map[string]gradserve.FloatTensor{"fc.bias": tensor(1)})
+	stepped, _, err := client.OperatorsAPI.SGDOptimizerV2(ctx).SGDOptimizerV2Request(*step).Execute()
+	check(err)
+	show("step", stepped.GetUpdatedWeights()["fc.bias"].FloatTensorAnswer)
 
 	_, _, err = client.BuffersAPI.CreateBuffer(ctx, name).NewBuffer(*gradserve.NewNewBuffer([]int64{2})).Execute()
 	check(err)
