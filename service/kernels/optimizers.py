@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 
 from service import dtypes
-from service.dtypes import FLOAT16, Array, cast
+from service.dtypes import FLOAT16, Array, DType, cast
 from service.errors import InvalidParameter, InvalidTensor
 from service.kernels._checks import one_element, same_members, same_shapes
 from service.kernels._op import op
@@ -241,10 +241,10 @@ def inplace_clip_grad_norm(
     added in float64. A NaN makes all gradients NaN; with an infinity all others are 0, and it is NaN. Raises
     `InvalidParameter` for a negative `max_norm`.
     """
-    if max_norm < 0:
+    if not max_norm >= 0:
         raise InvalidParameter(f"max_norm is {max_norm}, but must be 0 or more", parameter="max_norm")
     norm = _root(sum_of_squares(gradients))
-    rounded: Any = cast(np.array(norm), dtype_of(gradients))
+    rounded = _number(norm, dtype_of(gradients))
     factor = _divided(max_norm, norm + 1e-6)
     if factor > 1:
         return gradients, rounded
@@ -258,7 +258,7 @@ def reduce_all_l2(X: Group[T], /) -> Rank0[T]:
 
     The squares are added in float64, and the root is rounded once. Zero-size tensors count as nothing.
     """
-    return cast(np.array(_root(sum_of_squares(X))), dtype_of(X))  # type: ignore[return-value]
+    return _number(_root(sum_of_squares(X)), dtype_of(X))
 
 
 def _signal(update_signal: Flag | None) -> bool:
@@ -273,6 +273,11 @@ def _correction(base: float, count: int) -> float:
 def _divided(a: float, b: float) -> float:
     with np.errstate(all="ignore"):
         return float(np.divide(a, b))
+
+
+def _number(number: float, dtype: DType) -> Any:
+    with np.errstate(all="ignore"):
+        return cast(np.array(number), dtype)
 
 
 def _root(number: float) -> float:

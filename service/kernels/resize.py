@@ -104,7 +104,9 @@ def resize_grad(
     dtype = FLOAT32 if mode == "nearest" else FLOAT64
     taps: dict[int, _Taps] = {}
     for place, axis in enumerate(chosen):
-        size, count, scale = X.shape[axis], dY.shape[axis], dtype.type(given[place])
+        size, count = X.shape[axis], dY.shape[axis]
+        with np.errstate(over="ignore"):
+            scale = dtype.type(given[place])
         if not dY.size or dY.shape == X.shape or (scale == 1 and size == count):
             continue
         claim(TAP_BYTES * count)
@@ -151,9 +153,10 @@ def _check_sizes(dY: Array, X: Array, axes: Sequence[int], scales: Sequence[floa
     """Raise `ShapeMismatch` unless dY has floor(size * scale) elements, with rounding to float32 or without."""
     for axis, scale in zip(axes, scales, strict=True):
         size, count = X.shape[axis], dY.shape[axis]
-        most = math.floor(size * scale), math.floor(np.float32(size) * np.float32(scale))
+        with np.errstate(all="ignore"):
+            most = np.floor([size * scale, np.float32(size) * np.float32(scale)])
         if count not in most:
-            problem = f"dY has {count} elements along axis {axis}, but must have {most[0]}: {size} times {scale}"
+            problem = f"dY has {count} elements along axis {axis}, but must have {most[0]:.17g}: {size} times {scale}"
             raise ShapeMismatch(problem, tensor="dY")
 
 

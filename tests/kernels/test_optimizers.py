@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -124,6 +125,15 @@ def test_norms_that_float32_cannot_add_up() -> None:
     assert run("ReduceAllL2", {"X.0": np.full(4, 1e-30, FLOAT32)})["Y"] == np.float32(2e-30)
 
 
+@pytest.mark.parametrize(("dtype", "number"), [(FLOAT16, 60000), (BFLOAT16, 3e38)])
+def test_a_norm_that_its_dtype_cannot_hold_is_infinite(dtype: Any, number: float) -> None:
+    large = np.full(4, number, FLOAT32).astype(dtype)
+    assert np.isposinf(run("ReduceAllL2", {"X.0": large})["Y"])
+    results = run("InplaceClipGradNorm", {"gradients.a": large})
+    assert np.isposinf(results["total_norm"])
+    assert_same_bits(results["clipped_gradients.a"], np.full(4, 0.5, dtype))
+
+
 def test_infinities_and_nan_in_a_norm() -> None:
     given = {"gradients.a": np.array([1.0, np.inf]), "gradients.b": np.array([2.0])}
     results = run("InplaceClipGradNorm", given)
@@ -143,6 +153,7 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[GradserveError], str
     ("AdamWOptimizer", {"momentums_1.d": np.zeros(1)}, {}, UnknownTensor, r"momentums_1\.d has no weights\.d"),
     ("AdamWOptimizer", {"weights.d": np.zeros(1)}, {}, MissingTensor, r"weights\.d has no gradients\.d"),
     ("InplaceClipGradNorm", {}, {"max_norm": -1.0}, InvalidParameter, "max_norm is -1.0, but must be 0 or more"),
+    ("InplaceClipGradNorm", {}, {"max_norm": math.nan}, InvalidParameter, "max_norm is nan, but must be 0 or more"),
 ]
 
 

@@ -97,6 +97,8 @@ WRONG: list[tuple[dict[str, Any], type[GradserveError], str]] = [
     ({"scales": [np.nan]}, InvalidTensor, r"scales\[0\] is nan"),
     ({"scales": [2.0, 1.0]}, ShapeMismatch, r"scales has shape \[2\], but must have \[1\]"),
     ({"scales": [3.0]}, ShapeMismatch, "dY has 4 elements along axis 0, but must have 6: 2 times 3.0"),
+    ({"scales": [1e300]}, ShapeMismatch, "2 times 1e[+]300"),
+    ({"scales": [1.5e308]}, ShapeMismatch, "must have inf: 2 times 1.5e[+]308"),
     ({"exclude_outside": 1}, InvalidParameter, "exclude_outside is 1, but must be 0 in mode nearest"),
     (CROP, MissingTensor, "needs the input 'roi'"),
     ({**CROP, "roi": [0.0]}, ShapeMismatch, "roi has shape"),
