@@ -20,8 +20,8 @@ from tests.serving import serving
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 TOOL = Path(sys.executable).with_name("schemathesis")
 MANY = os.environ.get("GRADSERVE_FUZZ")
-OPERATORS = ["InPlaceAccumulatorV2", "QuickGeluGrad", "GatherGrad", "GRUTraining"]
-"""Together they have inputs, attributes and numbers of outputs of every kind."""
+OPERATORS = ["InPlaceAccumulatorV2", "QuickGeluGrad", "GatherGrad", "GRUTraining", "ConcatTraining"]
+"""Together they have inputs, groups of inputs, attributes and numbers of outputs of every kind."""
 
 
 def run(url: str, schema: Any, work: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +51,7 @@ def shorten(schema: Any) -> None:
             del schema["paths"][path]
     for name in OPERATORS:
         body = schema["components"]["schemas"][f"{name}Request"]
-        kinds = {one["$ref"]: (name, one) for name, one in body["properties"].items()}
+        kinds = {one.get("$ref", "group"): (name, one) for name, one in body["properties"].items()}
         body["properties"] = dict(kinds.values())
 
 
