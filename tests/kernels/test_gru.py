@@ -25,6 +25,7 @@ from service.kernels import (
     workspace,
 )
 from service.kernels.gru import gru_grad, gru_training
+from tests import cases
 from tests.kernels.gru_reference import gru, gru_gradient
 from tests.kernels.recurrent import DIRECTIONS, LENGTHS, cut, pairwise
 
@@ -43,14 +44,14 @@ every_kind = pytest.mark.parametrize(
 )
 
 
-CUTS = [("alone", *option) for option in OPTIONS]
-CUTS += [(shared, *option) for shared in ("shared", "cut") for option in pairwise(OPTIONS)]
+CUTS = {"alone": OPTIONS, "shared": pairwise(OPTIONS), "cut": pairwise(OPTIONS)}
 
 
 @pytest.fixture(params=["alone", "shared", "cut"])
-def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The work is cut as if it were too little for several threads, as here it is, or not, or as if it were much."""
     cut(request.param, monkeypatch)
+    return str(request.param)
 
 
 def case(
@@ -105,9 +106,15 @@ def difference(given: dict[str, Any], name: str, grad_HAll: Array, grad_Ht: Arra
     return np.asarray((above - below) / 2e-6).reshape(point.shape)
 
 
-@pytest.mark.parametrize(("shared", *NAMES), CUTS, indirect=["shared"])
-@pytest.mark.usefixtures("shared")
-def test_forward(direction: str, linear_before_reset: int, bias: bool, start: bool, lengths: list[int] | None) -> None:
+def test_forward(shared: str) -> None:
+    for option in CUTS[shared]:
+        with cases.case(*option):
+            assert_forward(*option)
+
+
+def assert_forward(
+    direction: str, linear_before_reset: int, bias: bool, start: bool, lengths: list[int] | None
+) -> None:
     attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
     for dtype, tolerance in ((np.float64, 1e-13), (np.float32, 2e-6)):
         given = case(direction, bias, start, lengths, dtype=dtype)
@@ -127,9 +134,13 @@ def test_gradient(direction: str, linear_before_reset: int, bias: bool, start: b
         np.testing.assert_allclose(made[name], expected, rtol=1e-7, atol=1e-8, err_msg=name)
 
 
-@pytest.mark.parametrize(("shared", *NAMES), CUTS, indirect=["shared"])
-@pytest.mark.usefixtures("shared")
-def test_last_bits(
+def test_last_bits(shared: str) -> None:
+    for option in CUTS[shared]:
+        with cases.case(*option):
+            assert_last_bits(*option)
+
+
+def assert_last_bits(
     direction: str, linear_before_reset: int, bias: bool, start: bool, lengths: list[int] | None
 ) -> None:
     """Central differences are good for 8 digits only. Here sums of 9 numbers run in another order: 16 eps."""
