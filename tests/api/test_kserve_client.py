@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import httpx
@@ -14,13 +15,13 @@ from service.dtypes import OPEN_INFERENCE, Array
 from service.kernels import OPERATORS, Operator
 from tests.test_contract import EVERY, assert_same, example, parameters
 
-pytest.importorskip("kserve", reason="kserve is not installed: make peers installs it")
-
-from kserve import InferenceRESTClient, InferInput, InferRequest, RESTConfig
-from kserve.protocol.infer_type import RequestedOutput
+pytestmark = pytest.mark.skipif(find_spec("kserve") is None, reason="kserve is not installed: make peers installs it")
+# Its functions import it: each process of pytest would spend half a second on an import at the top.
 
 
 def call(method: str, *args: Any, **kwargs: Any) -> Any:
+    from kserve import InferenceRESTClient, RESTConfig
+
     async def ask() -> Any:
         client = InferenceRESTClient(RESTConfig(protocol="v2", retries=1))
         try:
@@ -32,6 +33,9 @@ def call(method: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def run(url: str, operator: Operator, tensors: Mapping[str, Array], binary: bool, **more: Any) -> Any:
+    from kserve import InferInput, InferRequest
+    from kserve.protocol.infer_type import RequestedOutput
+
     inputs = []
     for name, tensor in tensors.items():
         described = InferInput(name, list(tensor.shape), OPEN_INFERENCE[tensor.dtype])
