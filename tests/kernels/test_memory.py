@@ -13,12 +13,12 @@ import pytest
 from service.dtypes import Array
 from service.errors import ShapeMismatch
 from service.kernels import OPERATORS
+from tests.cases import case
 from tests.kernels.calls import CALLS, ELEMENTWISE, FLOAT_DTYPES, SOFTMAX, Call
 from tests.kernels.equality import assert_same_bits
 
 SHAPE = (3, 4, 5)
 
-every_call = pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 
@@ -27,29 +27,32 @@ def test_calls_cover_every_operator_with_out() -> None:
     assert {make(SHAPE, "float32").operator for make in CALLS.values()} == with_out
 
 
-@every_call
 @every_dtype
-def test_output_is_new_and_like_the_gradient(make: Callable[..., Call], dtype: Any) -> None:
-    call = make(SHAPE, dtype)
-    result = call.run()
-    assert (result.shape, result.dtype) == (SHAPE, dtype)
-    assert result.flags.c_contiguous
-    assert not any(np.shares_memory(result, array) for array in call.inputs)
+def test_output_is_new_and_like_the_gradient(dtype: Any) -> None:
+    for name, make in CALLS.items():
+        with case(name):
+            call = make(SHAPE, dtype)
+            result = call.run()
+            assert (result.shape, result.dtype) == (SHAPE, dtype)
+            assert result.flags.c_contiguous
+            assert not any(np.shares_memory(result, array) for array in call.inputs)
 
 
-@every_call
+def frozen(array: Array) -> Array:
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
 @every_dtype
-def test_read_only_inputs_stay_untouched(make: Callable[..., Call], dtype: Any) -> None:
-    def frozen(array: Array) -> Array:
-        array = array.copy()
-        array.flags.writeable = False
-        return array
-
-    call = make(SHAPE, dtype)
-    read_only = call.on(frozen)
-    assert_same_bits(read_only.run(), call.run())
-    for array, before in zip(read_only.inputs, call.inputs, strict=True):
-        assert_same_bits(array, before)
+def test_read_only_inputs_stay_untouched(dtype: Any) -> None:
+    for name, make in CALLS.items():
+        with case(name):
+            call = make(SHAPE, dtype)
+            read_only = call.on(frozen)
+            assert_same_bits(read_only.run(), call.run())
+            for array, before in zip(read_only.inputs, call.inputs, strict=True):
+                assert_same_bits(array, before)
 
 
 def spread(array: Array) -> Array:
@@ -66,12 +69,13 @@ def reversed_view(array: Array) -> Array:
     return np.flip(np.flip(array).copy())
 
 
-@every_call
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES[::3], ids=str)
 @pytest.mark.parametrize("change", [spread, reversed_view, np.asfortranarray])
-def test_strided_inputs(make: Callable[..., Call], dtype: Any, change: Callable[[Array], Array]) -> None:
-    call = make(SHAPE, dtype)
-    assert_same_bits(call.on(change).run(), call.run())
+def test_strided_inputs(dtype: Any, change: Callable[[Array], Array]) -> None:
+    for name, make in CALLS.items():
+        with case(name):
+            call = make(SHAPE, dtype)
+            assert_same_bits(call.on(change).run(), call.run())
 
 
 @pytest.mark.parametrize("make", [*ELEMENTWISE.values(), *SOFTMAX.values()], ids=[*ELEMENTWISE, *SOFTMAX])
@@ -81,13 +85,14 @@ def test_inputs_that_repeat_one_row(make: Callable[..., Call]) -> None:
     assert_same_bits(call.run(), call.on(np.ascontiguousarray).run())
 
 
-@every_call
 @every_dtype
-def test_out_is_filled_and_returned(make: Callable[..., Call], dtype: Any) -> None:
-    call = make(SHAPE, dtype)
-    out = np.full(SHAPE, 77, dtype)
-    assert call.run(out=out) is out
-    assert_same_bits(out, call.run())
+def test_out_is_filled_and_returned(dtype: Any) -> None:
+    for name, make in CALLS.items():
+        with case(name):
+            call = make(SHAPE, dtype)
+            out = np.full(SHAPE, 77, dtype)
+            assert call.run(out=out) is out
+            assert_same_bits(out, call.run())
 
 
 def read_only(shape: tuple[int, ...]) -> Array:
@@ -106,13 +111,14 @@ UNFIT = {
 }
 
 
-@every_call
 @pytest.mark.parametrize("out", UNFIT.values(), ids=UNFIT)
-def test_unfit_out_is_refused(make: Callable[..., Call], out: Array) -> None:
-    before = out.copy()
-    with pytest.raises(ShapeMismatch, match=r"^out must be .* C-contiguous float32 array of shape \[3, 4, 5\]"):
-        make(SHAPE, np.float32).run(out=out)
-    np.testing.assert_array_equal(out, before)
+def test_unfit_out_is_refused(out: Array) -> None:
+    for name, make in CALLS.items():
+        with case(name):
+            before = out.copy()
+            with pytest.raises(ShapeMismatch, match=r"^out must be .* C-contiguous float32 array of shape \[3, 4, 5\]"):
+                make(SHAPE, np.float32).run(out=out)
+            np.testing.assert_array_equal(out, before)
 
 
 WITHIN = {**ELEMENTWISE, **SOFTMAX}
