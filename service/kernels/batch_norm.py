@@ -28,6 +28,9 @@ TILE_NUMBERS = 1 << 18
 MAX_PARTS = 8
 """The most parts, whose sums are added at the end: enough to occupy the threads."""
 
+SUM_LENGTH = 1024
+"""The most pixels that are added one after the other, in the dtype to compute with."""
+
 CHANNEL_ARRAYS = 16
 """The most arrays with a float64 for each channel at a time, beside the sums."""
 
@@ -234,7 +237,8 @@ class _Batch:
 
     def column(self, numbers: Array) -> Array:
         """Return a number for each channel as a column, in the dtype to compute with."""
-        return numbers.astype(self.dtype)[:, None]
+        with np.errstate(over="ignore"):
+            return numbers.astype(self.dtype)[:, None]
 
     def flat(self, tensor: Array) -> Array:
         """Return a tensor as [N, C, S]."""
@@ -258,8 +262,16 @@ class _Batch:
 
 def _sums(block: Array, factor: Array | None = None) -> Array:
     """Return the sums of the block, or of its products with `factor`, over images and pixels, by channel."""
-    rows = np.einsum("ncs->nc", block) if factor is None else np.vecdot(block, factor)
-    return np.asarray(rows).sum(axis=0, dtype=FLOAT64)
+    total, pixels = np.zeros(block.shape[1]), block.shape[2]
+    cut = pixels - pixels % SUM_LENGTH
+    for part, length in ((slice(cut), SUM_LENGTH), (slice(cut, None), pixels - cut)):
+        if part.stop != 0 and length:
+            rows, *factors = (
+                one[..., part].reshape(*block.shape[:2], -1, length) for one in (block, factor) if one is not None
+            )
+            sums = np.vecdot(rows, *factors) if factors else np.einsum("nckp->nck", rows)
+            total += sums.sum(axis=(0, 2), dtype=FLOAT64)
+    return total
 
 
 def _moments(block: Array) -> list[Array]:

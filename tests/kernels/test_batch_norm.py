@@ -78,6 +78,19 @@ def test_the_sum_of_many_numbers_keeps_its_digits() -> None:
     assert batch_normalization_grad(X, X, one, one, one, wanted=["bias_grad"])[2] == count
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 300, 300), (2, 2, 65000)])
+def test_sums_over_many_equal_pixels_are_exact(shape: tuple[int, ...]) -> None:
+    dY, one = np.full(shape, 0.1, np.float32), np.ones(shape[1], np.float32)
+    for got in batch_normalization_grad(dY, np.ones_like(dY), one, 0 * one, one)[1:]:
+        np.testing.assert_allclose(got, dY.size // shape[1] * float(np.float32(0.1)), rtol=1e-6)
+
+
+def test_a_mean_that_float32_cannot_hold_is_infinite() -> None:
+    one, large = np.ones(1, np.float32), np.array([1e300])
+    outputs = batch_normalization_grad(np.ones((2, 1), np.float32), np.ones((2, 1), np.float32), one, large, large)
+    assert outputs[2] == 2
+
+
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
 def test_16_bit_floats_are_rounded_once(dtype: Any) -> None:
     X, dY, *rest = drawn((3, 4, 5), (3, 4, 5), *[(4,)] * 4, dtype=dtype)
