@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from service.codecs import json as json_codec
-from service.dtypes import DTYPES, Array
+from service.codecs import safetensors
+from service.dtypes import DTYPES, OPEN_INFERENCE, Array
 from service.kernels import OPERATORS, Operator, Tensor
 from service.limits import Limits
 from tests.cases import case
@@ -118,6 +119,52 @@ def assert_works(
     answer = client.post(path, content=body, headers=headers, params=dict(operator.example_attributes))
     assert_same(decode(answer), expected)
     assert (b'"base64"' in answer.content) is (form == "base64")
+
+
+@EVERY
+@pytest.mark.parametrize("floats", ["float16", "bfloat16", "float32", "float64"])
+def test_every_dtype_works_in_bytes(client: httpx.Client, operator: Operator, floats: str) -> None:
+    tensors = example(operator, {"float": floats})
+    expected = run(operator, tensors)
+    answer = client.post(
+        f"/v1/ops/{operator.name}",
+        content=b"".join(safetensors.encode(tensors)),
+        headers={"Content-Type": safetensors.MEDIA_TYPE},
+        params=dict(operator.example_attributes),
+    )
+    assert answer.status_code == 200, answer.text
+    got = safetensors.decode(memoryview(answer.content), Limits(1 << 30))
+    assert got.keys() == expected.keys()
+    assert_same({name: got[name] for name in expected}, expected)
+    assert_same(infer(client, operator, tensors), expected)
+
+
+def infer(client: httpx.Client, operator: Operator, tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """Run the operator on tensors in bytes, as the Open Inference Protocol has them."""
+    inputs = [
+        {
+            "name": name,
+            "shape": array.shape,
+            "datatype": OPEN_INFERENCE[array.dtype],
+            "parameters": {"binary_data_size": array.nbytes},
+        }
+        for name, array in tensors.items()
+    ]
+    head = json.dumps({"inputs": inputs, "parameters": {**parameters(operator), "binary_data_output": True}}).encode()
+    answer = client.post(
+        f"/v2/models/{operator.name}/infer",
+        content=head + b"".join(array.tobytes() for array in tensors.values()),
+        headers={"Inference-Header-Content-Length": str(len(head))},
+    )
+    assert answer.status_code == 200, answer.text
+    length = int(answer.headers["Inference-Header-Content-Length"])
+    rest, outputs = answer.content[length:], {}
+    kinds = {name: dtype for dtype, name in OPEN_INFERENCE.items()}
+    for one in json.loads(answer.content[:length])["outputs"]:
+        size = one["parameters"]["binary_data_size"]
+        outputs[one["name"]] = np.frombuffer(rest[:size], kinds[one["datatype"]]).reshape(one["shape"])
+        rest = rest[size:]
+    return outputs
 
 
 @EVERY
