@@ -49,6 +49,7 @@ def test_only_a_close_name_is_suggested(client: httpx.Client, name: str, meant: 
         ("Relu", "Relu is an operator of ONNX, but not served here. Did you mean ReluGrad?"),
         ("MatMul", "MatMul is an operator of ONNX, but not served here."),
         ("LambOptimizer", "LambOptimizer is an operator of ONNX Runtime, but not served here."),
+        ("GistBinarizeEncoder", "GistBinarizeEncoder is an operator of ONNX Runtime, but not served here."),
     ],
 )
 def test_an_operator_that_exists_elsewhere(client: httpx.Client, name: str, fault: str) -> None:
