@@ -155,12 +155,13 @@ class Application(FastAPI):
     def _hold(self, call: Call, endpoint: Endpoint, answer: Answer) -> None:
         """Hold the bytes of the answer until the client has it. Raises `Busy` for a GET, which can be sent again.
 
-        The answers that need no API key are small, or the same bytes for all clients.
+        The answers that need no API key are small, or the same bytes for all clients. The metrics have some 80 KB, and
+        a busy server needs them most.
         """
         more = answer.size - call.reservation.bytes
         if call.method != "HEAD" and not endpoint.access.open:
-            admission = self.services.admission
-            (admission.reserve if call.method == "GET" else admission.hold)(call.reservation, more)
+            admission, refuses = self.services.admission, call.method == "GET" and endpoint.access.label != "metrics"
+            (admission.reserve if refuses else admission.hold)(call.reservation, more)
 
     def _nothing(self, call: Call) -> Answer:
         """Return the answer without an endpoint: 404, or of a path with other methods those, with 405 or to OPTIONS."""

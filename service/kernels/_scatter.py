@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +14,7 @@ from scipy.sparse._sparsetools import csc_matvecs
 from service.dtypes import INT64, Array, DType, compute_dtype
 from service.errors import IndexOutOfRange, InvalidTensor, TooManyDimensions
 from service.kernels._blocks import block_length, claim, share_out, spare_memory
+from service.kernels._op import MAX_MULTIPLY_ADDS
 from service.limits import MAX_RANK
 
 UNIQUE_BYTES = 40
@@ -20,6 +22,11 @@ UNIQUE_BYTES = 40
 
 SPARSE_NUMBERS_PER_INDEX = 32
 """Numbers of the output for each index from which on it is faster to find first which rows occur."""
+
+
+def output_size(shape: Array) -> int:
+    """Return the elements of an output of this shape, which nobody has checked, as far as they count as work."""
+    return min(abs(math.prod(shape.ravel()[:MAX_RANK].tolist())), MAX_MULTIPLY_ADDS)
 
 
 def read_shape(shape: Array) -> tuple[int, ...]:

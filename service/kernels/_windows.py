@@ -111,7 +111,7 @@ def numbers(
     if values is None:
         return (default,) * length
     if len(values) != length:
-        problem = f"{name} has {len(values)} numbers, but must have {length}, as the spatial axes demand"
+        problem = f"{name} has the length {len(values)}, but must have {length}, as the spatial axes demand"
         raise InvalidParameter(problem, parameter=name)
     for place, value in enumerate(values):
         if not least <= value <= LARGEST:

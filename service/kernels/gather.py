@@ -11,9 +11,8 @@ from service.errors import ShapeMismatch
 from service.kernels._blocks import claim, new_output, spare_memory
 from service.kernels._checks import normalize_axis
 from service.kernels._op import op
-from service.kernels._scatter import add_rows, clear, flat_indices, read_shape, scatter_add
+from service.kernels._scatter import add_rows, clear, flat_indices, output_size, read_shape, scatter_add
 from service.kernels._types import Shape, T, Tind
-from service.limits import MAX_RANK
 
 SORT_BYTES = 16
 """Bytes that NumPy takes to sort an index: its place, and as much to merge."""
@@ -86,7 +85,7 @@ class GatheredRows:
     "GatherGrad",
     outputs="output",
     example={"shape": [3, 2], "indices": [0, 2, 0], "grad": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]},
-    multiply_adds=lambda shape, indices, grad, **_: math.prod(shape.ravel()[:MAX_RANK].tolist()),
+    multiply_adds=lambda shape, indices, grad, **_: output_size(shape),
     sparse=GatheredRows,
 )
 def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: T | None = None) -> T:

@@ -18,20 +18,15 @@ from service.errors import AxisOutOfRange, IndexOutOfRange, InvalidParameter, In
 from service.kernels._blocks import new_output, spare_memory
 from service.kernels._checks import normalize_axis
 from service.kernels._op import op
-from service.kernels._scatter import clear, flat_indices, read_shape, scatter_add
+from service.kernels._scatter import clear, flat_indices, output_size, read_shape, scatter_add
 from service.kernels._types import Element, NotNegative, Rank2, Shape, T, Tind
-from service.limits import MAX_RANK
-
-
-def _output_size(*tensors: Array, place: int) -> int:
-    return abs(math.prod(tensors[place].ravel()[:MAX_RANK].tolist()))
 
 
 @op(
     "GatherElementsGrad",
     outputs="dX",
     example={"dY": [[1.0, 2.0]], "shape": [3, 2], "indices": [[0, -1]]},
-    multiply_adds=lambda dY, shape, indices, **_: _output_size(dY, shape, place=1),
+    multiply_adds=lambda dY, shape, indices, **_: output_size(shape),
 )
 def gather_elements_grad(dY: T, shape: Shape, indices: Tind, /, *, axis: int = 0) -> T:
     """dX = zeros(shape); dX[i, .., indices[i, j, ..], ..] += dY[i, j, ..], the index along `axis`.
@@ -70,7 +65,7 @@ def gather_elements_grad(dY: T, shape: Shape, indices: Tind, /, *, axis: int = 0
     "GatherNDGrad",
     outputs="output",
     example={"shape": [2, 2], "indices": [[1, 0], [-1, -2]], "update": [1.0, 2.0]},
-    multiply_adds=lambda shape, indices, update, **_: _output_size(shape, place=0),
+    multiply_adds=lambda shape, indices, update, **_: output_size(shape),
 )
 def gather_nd_grad(shape: Shape, indices: Rank2[Tind], update: T, /, *, batch_dims: NotNegative = 0) -> Rank2[T]:
     """output = zeros(shape); output[batch, indices[batch, i]] += update[batch, i], for all rows i of indices.
@@ -124,7 +119,7 @@ def _check_columns(indices: Array, dims: Sequence[int]) -> Array:
     "SliceGrad",
     outputs="dX",
     example={"dY": [1.0, 2.0], "shape": [4], "starts": [1], "ends": [3], "axes": [0], "steps": [1]},
-    multiply_adds=lambda dY, shape, *_, **__: _output_size(dY, shape, place=1),
+    multiply_adds=lambda dY, shape, *_, **__: output_size(shape),
 )
 def slice_grad(
     dY: T, shape: Shape, starts: Tind, ends: Tind, axes: Tind | None = None, steps: Tind | None = None, /

@@ -19,7 +19,7 @@ from service.kernels._blocks import block_length, check_wanted, claim, new_outpu
 from service.kernels._checks import check_shape, same_shapes
 from service.kernels._narrow import compute_wide, narrow, widen
 from service.kernels._op import op
-from service.kernels._scatter import clear, read_shape
+from service.kernels._scatter import clear, output_size, read_shape
 from service.kernels._types import Bit, NotNegative, Positive, Rank4, Shape, T, Tind
 from service.kernels._windows import AutoPad, Windows, make_windows, same
 from service.limits import MAX_RANK
@@ -28,16 +28,11 @@ INDEX_BLOCK = 1 << 16
 """Indices in a block."""
 
 
-def _size(shape: Array) -> int:
-    """Return the elements of dX. Nobody has checked the shape yet."""
-    return math.prod(shape.ravel()[:MAX_RANK].tolist())
-
-
 @op(
     "MaxPoolGrad",
     outputs="dX",
     example={"dY": [[[[1.0, 2.0]]]], "Indices": [[[[1, 2]]]], "shape": [1, 1, 2, 2]},
-    multiply_adds=lambda dY, Indices, shape, **_: _size(shape),
+    multiply_adds=lambda dY, Indices, shape, **_: output_size(shape),
 )
 def max_pool_grad(
     dY: Rank4[T],
@@ -128,7 +123,7 @@ def _dims(dY: Array, shape: Array) -> tuple[int, ...]:
 
 def _average_work(dY: Array, shape: Array, *, kernel_shape: Sequence[int], **_: Any) -> int:
     taps = sum(min(k, dim) for k, dim in zip(kernel_shape, shape.ravel()[2:MAX_RANK].tolist(), strict=False))
-    return (dY.size + max(0, _size(shape))) * max(1, taps)
+    return (dY.size + output_size(shape)) * max(1, taps)
 
 
 @op(

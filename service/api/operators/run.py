@@ -25,9 +25,6 @@ from service.dtypes import FLOATS, NAMES, Array
 from service.engine.engine import Reserve
 from service.errors import Busy, DtypeMismatch, EpochGone, GradserveError, InvalidParameter, UnknownBuffer
 
-INLINE_MULTIPLY_ADDS = 1 << 20
-"""The event loop computes up to so much work: the way to the pool and back takes as long."""
-
 
 class Result(NamedTuple):
     """The result of a job: the outputs to answer, and the receipts of the outputs that went to buffers."""
@@ -130,11 +127,7 @@ def is_small(call: Call, size: int) -> bool:
 def computes_at_once(call: Call, job: Job) -> bool:
     """Return whether the event loop may compute the job: the way to the pool would take as long."""
     size = _size(job)
-    if (
-        len(job.tensors) > INLINE_MEMBERS
-        or not is_small(call, size)
-        or job.operator.work(job.tensors, job.attributes) > INLINE_MULTIPLY_ADDS
-    ):
+    if job.operator.multiply_adds is not None or len(job.tensors) > INLINE_MEMBERS or not is_small(call, size):
         return False
     return size <= INLINE_HALF_BYTES or all(tensor.dtype.itemsize != 2 for tensor in job.tensors.values())
 

@@ -74,7 +74,7 @@ def test_localhost_and_addresses_are_known(url: str, host: str) -> None:
 @pytest.mark.parametrize("host", UNKNOWN[:2])
 def test_what_is_open_to_all_is_open_by_any_name(url: str, host: str, path: str) -> None:
     """A probe asks by the name of the service. These paths need no key on a server with keys, either."""
-    answer = httpx.get(url + path, headers=[*headers(host)[:2], ("Sec-Fetch-Site", "cross-site")])
+    answer = httpx.get(url + path, timeout=60, headers=[*headers(host)[:2], ("Sec-Fetch-Site", "cross-site")])
     assert answer.status_code == 200
 
 
