@@ -147,11 +147,11 @@ SHAPES = [(1, 2, 3, 3), (1, 2, 5, 5), (2, 2, 3, 3)]
 WRONG: dict[str, tuple[type[GradserveError], dict[str, Any], str]] = {
     "strides 0": (InvalidParameter, {"strides": [0, 1]}, r"strides\[0\] is 0"),
     "strides negative": (InvalidParameter, {"strides": [1, -1]}, r"strides\[1\] is -1"),
-    "strides short": (InvalidParameter, {"strides": [1]}, "strides has 1 numbers, but must have 2"),
+    "strides short": (InvalidParameter, {"strides": [1]}, "strides has the length 1, but must have 2"),
     "strides huge": (InvalidParameter, {"strides": [1, 1 << 62]}, r"strides\[1\]"),
     "dilations 0": (InvalidParameter, {"dilations": [0, 1]}, r"dilations\[0\] is 0"),
     "pads negative": (InvalidParameter, {"pads": [0, 0, -1, 0]}, r"pads\[2\] is -1"),
-    "pads short": (InvalidParameter, {"pads": [1, 1]}, "pads has 2 numbers, but must have 4"),
+    "pads short": (InvalidParameter, {"pads": [1, 1]}, "pads has the length 2, but must have 4"),
     "kernel_shape": (InvalidParameter, {"kernel_shape": [3]}, r"kernel_shape is \[3\], but must be \[3, 3\]"),
     "group": (InvalidParameter, {"group": 3}, "group is 3, but must divide the 2 channels"),
     "dY": (ShapeMismatch, {"dY": (1, 2, 4, 3)}, r"dY has shape \[1, 2, 4, 3\], but must have"),

@@ -130,8 +130,8 @@ def test_an_index_outside_is_refused(index: int) -> None:
 WRONG: dict[str, tuple[type[GradserveError], dict[str, Any], str]] = {
     "strides 0": (InvalidParameter, {"strides": [0, 1]}, r"strides\[0\] is 0"),
     "dilations negative": (InvalidParameter, {"dilations": [1, -1]}, r"dilations\[1\] is -1"),
-    "pads short": (InvalidParameter, {"pads": [0]}, "pads has 1 numbers, but must have 4"),
-    "kernel_shape": (InvalidParameter, {"kernel_shape": [2]}, "kernel_shape has 1 numbers, but must have 2"),
+    "pads short": (InvalidParameter, {"pads": [0]}, "pads has the length 1, but must have 4"),
+    "kernel_shape": (InvalidParameter, {"kernel_shape": [2]}, "kernel_shape has the length 1, but must have 2"),
     "kernel too large": (ShapeMismatch, {"kernel_shape": [2, 5]}, "along axis 3, but a window takes 5"),
     "dY": (ShapeMismatch, {"dY": (1, 2, 3, 3)}, "dY has shape"),
     "dY's channels": (ShapeMismatch, {"dY": (1, 3, 2, 2)}, "dY has shape"),
