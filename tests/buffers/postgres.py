@@ -123,7 +123,7 @@ class Once:
 
 
 def part_tables(patch: pytest.MonkeyPatch, nbytes: int = 1) -> None:
-    """Begin a table after so many bytes, by default with each blob. The janitor may drop it at once."""
+    """Begin a table after `nbytes` bytes, by default with each blob. The janitor may drop it at once."""
     patch.setattr(blobs, "TABLE_BYTES", nbytes)
     for module in (blobs, batch, compactor, janitor):
         patch.setattr(module, "FREED_SECONDS", 0.0)

@@ -19,7 +19,7 @@ REASONS: Mapping[str, type[GradserveError]] = {r"axis -?\d+ is not in valid rang
 
 
 def families() -> list[str]:
-    """The names of the modules here, each of which has the name of a module of kernels."""
+    """The names of the modules here. They are names of modules of kernels."""
     return sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
 
 

@@ -1,6 +1,6 @@
 """Questions to ConcatTraining and SplitTraining.
 
-Not asked: tensors of no elements alone, of which ONNX Runtime loses the lengths, or ends.
+Not asked: tensors of no elements alone. ONNX Runtime loses their lengths, or its process ends.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def tolerance(case: Case, output: str) -> Mapping[str, Any]:
     dY = np.abs(case.inputs["dY"].astype(np.float64))
     if case.source.startswith("torch"):
         eps = float(np.finfo(case.inputs["dY"].dtype).eps)
-        # 1 - tanh(u)^2, of which PyTorch's tanh form makes its tail, cancels.
+        # PyTorch's tanh form makes its tail of 1 - tanh(u)^2, which cancels.
         return {"rtol": 4 * eps, "atol": (16 if "Fast" in case.operator else 4) * eps * dY}
     # ONNX Runtime's GeluGrad is up to 2.2e-7 off, and its FastGeluGrad up to 5.6e-7.
     narrow = case.inputs["dY"].dtype == np.float16
