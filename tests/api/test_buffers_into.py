@@ -125,14 +125,16 @@ def test_into_answers_a_receipt_in_place_of_the_output(http: httpx.Client) -> No
     assert value(http, name) == [1, 14]
 
 
-@EVERY
+ADDABLE = [one for one in OPERATORS.values() if any("float32" in output.kind.dtypes for output in one.outputs)]
+
+
+@pytest.mark.parametrize("operator", ADDABLE, ids=lambda one: one.name)
 def test_into_equals_the_operator_and_then_accumulate(http: httpx.Client, operator: Operator) -> None:
     added = 0
     for dtype in ("float16", "float32"):
         with case(dtype):
             added += assert_adds_outputs(http, operator, dtype)
-    if not added:
-        pytest.skip("no output can be added")
+    assert added
 
 
 def assert_adds_outputs(http: httpx.Client, operator: Operator, dtype: str) -> int:
