@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "settings": {"host"},
     "keys": {"errors", "host"},
     "kernels": BOTTOM,
+    "graphs": {"kernels", *BOTTOM},
     "engine": {"kernels", *BOTTOM},
     "codecs": BOTTOM,
     "buffers": {"codecs", "kernels", "engine", "keys", "host", *BOTTOM},
@@ -35,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "api": {
         *("api.http", "api.telemetry", "api.buffers", "api.operators", "api.dashboard"),
-        *("buffers", "engine", "codecs", "kernels", "settings", "keys", "host"),
+        *("buffers", "engine", "graphs", "codecs", "kernels", "settings", "keys", "host"),
         *BOTTOM,
     },
     "commands": {"keys", "api", "buffers", "kernels", "settings", "host", *BOTTOM},

@@ -3,11 +3,21 @@
 import importlib
 import pkgutil
 
-from service.kernels._blocks import Workspace, workspace
+from service.kernels._blocks import Workspace, claim, current_workspace, workspace
 from service.kernels._op import MAX_MULTIPLY_ADDS, OPERATORS, Operator
 from service.kernels._types import Attribute, Tensor
 
-__all__ = ["MAX_MULTIPLY_ADDS", "OPERATORS", "Attribute", "Operator", "Tensor", "Workspace", "workspace"]
+__all__ = [
+    "MAX_MULTIPLY_ADDS",
+    "OPERATORS",
+    "Attribute",
+    "Operator",
+    "Tensor",
+    "Workspace",
+    "claim",
+    "current_workspace",
+    "workspace",
+]
 
 _families = [
     importlib.import_module(f"{__name__}.{module.name}")

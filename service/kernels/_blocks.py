@@ -77,6 +77,11 @@ class workspace:
         _current.reset(self._token)
 
 
+def current_workspace() -> Workspace:
+    """Return the workspace that kernels called here use."""
+    return _current.get()
+
+
 def new_output(out: T | None, shape: tuple[int, ...], dtype: DType) -> T:
     """Return `out`, or, if that is None, uninitialised memory from the workspace.
 

@@ -1,0 +1,131 @@
+"""The steps of a graph, and how they run: each once, in order. A tensor dies when its last reader has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from service.dtypes import Array, DType
+from service.errors import GradserveError, Invalid, TensorTooLarge
+from service.kernels import Workspace, current_workspace, workspace
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a model. An input that is left out is "", and so is an output that nobody reads."""
+
+    op: str
+    domain: str
+    """"" is the domain of ONNX itself, whose other name is ai.onnx."""
+    version: int
+    """The opset of the domain that the model imports."""
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    """Python values: numbers, texts, lists of them, and arrays."""
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """The operator and the name, for errors."""
+        return f"{self.op} {self.name}".strip()
+
+
+class Step(NamedTuple):
+    """A call of `function` with the tensors `inputs`, "" for one that is left out. It returns the tensors `outputs`.
+
+    The function gets an array or None for each input. It returns an array, or a tuple if there are several outputs.
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    label: str
+    """The node, for errors."""
+
+
+class Plan:
+    """The steps that the `outputs` need, in order. `constants` are tensors that every run has."""
+
+    def __init__(self, steps: Iterable[Step], constants: Mapping[str, Any], outputs: Sequence[str]) -> None:
+        self.outputs = tuple(outputs)
+        needed, kept = set(outputs), list[tuple[Step, list[str]]]()
+        for step in reversed([*steps]):
+            if needed.isdisjoint(step.outputs):
+                continue
+            # What no later step reads dies here: the inputs that are read last, and the outputs that nobody wants.
+            dying = {name for name in (*step.inputs, *step.outputs) if name and name not in needed} - constants.keys()
+            kept.append((step, [*dying]))
+            needed |= {*step.inputs}
+        self.steps = kept[::-1]
+        """Each step, and the tensors that die after it."""
+        self.constants = {name: value for name, value in constants.items() if name in needed}
+        self.inputs = frozenset(needed - {""} - constants.keys() - {name for step, _ in kept for name in step.outputs})
+        """The tensors that a run must bring."""
+
+    def run(self, tensors: Mapping[str, Array]) -> dict[str, Any]:
+        """Return the outputs by name. `tensors` has all `inputs`; others are ignored. Raises what a step raises."""
+        values: dict[str, Any] = {**self.constants, **{name: tensors[name] for name in self.inputs}}
+        with metered() as meter:
+            for step, dying in self.steps:
+                results = _run(step, [values[name] if name else None for name in step.inputs])
+                values.update(zip(step.outputs, results, strict=False))
+                meter.settle(sum(map(_bytes, results)))
+                for name in dying:
+                    value = values.pop(name)
+                    meter.settle(0 if name in self.inputs else -_bytes(value))
+        return {name: values[name] for name in self.outputs}
+
+
+def _run(step: Step, given: Sequence[Any]) -> tuple[Any, ...]:
+    try:
+        result = step.function(*given)
+    except GradserveError as error:
+        error.detail = f"{step.label}: {error.detail}"
+        raise
+    except MemoryError:
+        raise TensorTooLarge(f"{step.label} needs more memory than there is") from None
+    except Exception as error:  # NumPy's and the ONNX package's refusals of shapes and values have many classes
+        raise Invalid(f"{step.label} cannot be computed: {error}") from error
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _bytes(value: Any) -> int:
+    return getattr(value, "nbytes", 0)
+
+
+class Meter:
+    """The bytes that a run holds. It claims its peak of the workspace: what dies makes room for what comes."""
+
+    def __init__(self, space: Workspace) -> None:
+        self._space, self._held, self._growing, self._claimed = space, 0, 0, 0
+
+    def grow(self, size: int) -> None:
+        """Count memory that a step is about to allocate. Raises what the workspace raises."""
+        self._growing += size
+        more = max(0, self._held + self._growing - self._claimed)
+        self._space.claim(more)  # with 0, too: it raises if nobody waits for the outputs any more
+        self._claimed += more
+
+    def settle(self, size: int) -> None:
+        """Count the tensors that a step leaves, in place of what it has allocated; or, below 0, one that dies."""
+        self._held, self._growing = self._held + size, 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        """Return uninitialised memory, counted."""
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        self.grow(size)
+        return self._space.scratch(shape, dtype)
+
+
+@contextmanager
+def metered() -> Iterator[Meter]:
+    """Let the kernels and the steps inside claim together what they hold at their peak."""
+    space = current_workspace()
+    meter = Meter(space)
+    with workspace(replace(space, allocate=meter.allocate, spare=meter.allocate, claim=meter.grow)):
+        yield meter
