@@ -95,6 +95,10 @@ class StaleEpoch(Conflict, code="stale_epoch"):
     """Epoch does not match the buffer."""
 
 
+class SourceChanged(Conflict, code="source_changed"):
+    """Source buffer has changed meanwhile."""
+
+
 class EpochOpen(Conflict, code="epoch_open"):
     """Epoch is still open."""
 

@@ -35,10 +35,11 @@ from service.errors import (
 
 @dataclass(kw_only=True)
 class Change:
-    """A change of one buffer; with `match`, only if the buffer has one of these tags."""
+    """A change of one buffer: only if it has one of the tags in `match`, and the `state`, if these are given."""
 
     name: str
     match: frozenset[str] | None = None
+    state: str | None = None
 
     def admit(self, record: Record | None) -> None:
         """Raise if the change cannot be made. Called for all changes of a request before the first is made."""
@@ -47,6 +48,8 @@ class Change:
         if self.match is not None and not self.match & record.tags:
             problem = f"If-Match is {cut(', '.join(sorted(self.match)))}, but {self.name!r} is at {record.etag}"
             raise PreconditionFailed(problem, buffer=self.name)
+        if self.state is not None:
+            record.check_state(self.state)
 
     def apply(self, txn: Transaction, name: BufferName, record: Any, now: float) -> tuple[Receipt, Array | None]:
         """Make the change of the admitted `record`. Return the receipt, and the value if the request wants it."""

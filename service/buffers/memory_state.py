@@ -64,4 +64,4 @@ class State:
 def room_of(known: Known) -> int:
     """Return the bytes that a key takes with its receipts."""
     contributors = sum(len(receipt.get("contributors") or ()) for receipt in known.receipts.values())
-    return KEY_BYTES + RECEIPT_BYTES * len(known.receipts) + CONTRIBUTOR_BYTES * contributors
+    return KEY_BYTES + RECEIPT_BYTES * len(known.receipts) + CONTRIBUTOR_BYTES * contributors + len(known.answer)

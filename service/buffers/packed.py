@@ -5,6 +5,7 @@ What most buffers do not use takes no bytes: rules with their defaults, contribu
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import itertools
 import struct
@@ -180,7 +181,8 @@ def pack_known(known: Known) -> bytes:
     columns = [(shape, [*zip(*rows, strict=True)]) for shape, rows in zip(shapes, groups.values(), strict=True)]
     steps = [after - before for before, after in itertools.pairwise([0, *known.ids.values()])]
     names = [*known.receipts] if known.by_prefix else None
-    text = orjson.dumps([columns, order, steps, known.sources, names])
+    answer = [base64.b64encode(known.answer).decode()] if known.answer else []
+    text = orjson.dumps([columns, order, steps, known.sources, names, *answer])
     return known.fingerprint + (text if len(text) < _COMPRESSED_FROM else zlib.compress(text, 1))
 
 
@@ -192,7 +194,8 @@ def unpack_known(packed: bytes | memoryview, names: Sequence[str]) -> Known:
     """
     fingerprint, text = bytes(packed[:FINGERPRINT_BYTES]), packed[FINGERPRINT_BYTES:]
     try:
-        columns, order, steps, sources, own = orjson.loads(text if text[:1] == b"[" else zlib.decompress(text))
+        members = orjson.loads(text if text[:1] == b"[" else zlib.decompress(text))
+        columns, order, steps, sources, own, answer = members if len(members) == 6 else [*members, ""]
         groups = [
             (_SHAPES[shape] if isinstance(shape, int) else shape, zip(*each, strict=True)) for shape, each in columns
         ]
@@ -200,7 +203,7 @@ def unpack_known(packed: bytes | memoryview, names: Sequence[str]) -> Known:
         names = names if own is None else own
         by_name = {name: {"name": name, **receipt} for name, receipt in zip(names, receipts, strict=False)}
         ids = dict(zip(names, itertools.accumulate(steps), strict=False))
-        return Known(fingerprint, by_name, ids, tuple(sources), own is not None)
+        return Known(fingerprint, by_name, ids, tuple(sources), own is not None, base64.b64decode(answer))
     except (LookupError, StopIteration, TypeError, ValueError, zlib.error):
         raise BufferCorrupt("The stored outcome of this Idempotency-Key is damaged on the disk") from None
 

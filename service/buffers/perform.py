@@ -11,6 +11,7 @@ from service.buffers.closing import close_if_due
 from service.buffers.names import BufferName
 from service.buffers.pushes import Part
 from service.buffers.record import Key, Known, Receipt, Record, name_buffer, unknown_prefix
+from service.buffers.sets import Unchanged
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
 from service.errors import (
@@ -52,8 +53,9 @@ def check_records(nbytes: int) -> None:
 class Request:
     """Changes of different buffers, all made together or none. A request with a key is made once.
 
-    `sources` are the states of the buffers that the changes were computed from. They are stored with the key. If the
-    request is `wide`, `changes` only say how much work it is: `resolved` finds the buffers in the transaction.
+    `sources` are the states of the buffers that the changes were computed from, and `answer` is what a repeated request
+    answers besides its receipts, in at most `MAX_ANSWER_BYTES`. Both are stored with the key. If the request is `wide`,
+    `changes` only say how much work it is: `resolved` finds the buffers in the transaction.
     """
 
     changes: Sequence[Change]
@@ -62,14 +64,16 @@ class Request:
     wide: Wide | None = None
     part: Part | None = None
     """The place in a push: then all changes are adds, which only the complete push makes."""
+    answer: bytes = b""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The receipts of a request, and the values that it wants, both by buffer.
 
-    If `replayed`, they are those of the original request, and so are its `sources`. A push that is not complete has
-    the numbers of its `staged` parts in place of receipts, or the `refusal` that dropped it.
+    If `replayed`, they are those of the original request, and so are its `sources` and its `answer`: if it named its
+    buffers by a prefix, they may be others than this request would find. A push that is not complete has the numbers of
+    its `staged` parts in place of receipts, or the `refusal` that dropped it.
     """
 
     receipts: dict[str, Receipt]
@@ -78,6 +82,7 @@ class Outcome:
     sources: Sequence[str] = ()
     staged: Sequence[int] | None = None
     refusal: GradserveError | None = None
+    answer: bytes = b""
 
 
 def resolved(txn: Transaction, request: Request, namespace: str) -> Request:
@@ -100,10 +105,13 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
     `BufferCorrupt`, `TooManyBuffers` and `StoreFull` the store must undo changes.
     """
     key, names = request.key, [BufferName(namespace, change.name) for change in request.changes]
-    if key is not None and (known := txn.recall(key, [change.name for change in request.changes])) is not None:
+    made = [change.name for change in request.changes if not isinstance(change, Unchanged)]
+    if key is not None and (known := txn.recall(key, made)) is not None:
         check_same(key, known)
-        outcome = Outcome(known.receipts, replayed=True, sources=known.sources)
+        outcome = Outcome(known.receipts, replayed=True, sources=known.sources, answer=known.answer)
         for name, change in zip(names, request.changes, strict=True):
+            if change.name not in known.receipts:
+                continue
             record = alive(txn, name, now)
             if record is not None and isinstance(change, Add):
                 check_same_buffer(record, known)
@@ -155,6 +163,8 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
         raise unknown_prefix(request.wide.prefix)
     outcome, ids = Outcome({}), {}
     for name, change, record in admitted:
+        if isinstance(change, Unchanged):
+            continue
         try:
             outcome.receipts[change.name], value = change.apply(txn, name, record, now)
         except GradserveError as error:
@@ -166,8 +176,9 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
             record = record or txn.get(name)
             ids[change.name] = 0 if record is None else record.id
     if key is not None:
-        by_prefix = request.wide is not None
-        txn.remember(key, Known(key.fingerprint, outcome.receipts, ids, tuple(request.sources), by_prefix), now)
+        by_prefix = request.wide is not None or len(request.sources) > 0
+        sources = tuple(request.sources)
+        txn.remember(key, Known(key.fingerprint, outcome.receipts, ids, sources, by_prefix, request.answer), now)
     return outcome
 
 

@@ -11,7 +11,7 @@ from service.buffers.epochs import Closed, ClosedBy, described
 from service.buffers.names import BufferName
 from service.buffers.specs import Spec as Spec
 from service.dtypes import Array
-from service.errors import EpochGone, EpochOpen, GradserveError, TooManyBuffers, UnknownBuffer, shown
+from service.errors import EpochGone, EpochOpen, GradserveError, SourceChanged, TooManyBuffers, UnknownBuffer, shown
 
 Receipt: TypeAlias = dict[str, Any]
 """The result of a change: name, updated, closed, epoch, version, count and weight; of a new buffer its metadata.
@@ -80,6 +80,17 @@ class Record:
     def tags(self) -> frozenset[str]:
         """The tags that fit the buffer's state, with `*`, which fits every state."""
         return frozenset({"*", self.etag, self.tag_of(self)})
+
+    @property
+    def state(self) -> str:
+        """A text that differs for every value of every buffer."""
+        return f"{self.id}-{self.epoch}-{self.version}"
+
+    def check_state(self, state: str) -> None:
+        """Raise `SourceChanged` unless this is the buffer's state."""
+        if self.state != state:
+            problem = f"The buffer {self.name!r} has changed since its value was read: it is at {self.etag} now"
+            raise SourceChanged(problem, buffer=self.name)
 
     @property
     def deadline_at(self) -> float | None:
@@ -186,6 +197,10 @@ class Record:
         return receipt
 
 
+MAX_ANSWER_BYTES = 1 << 12
+"""Bytes that a key may keep of an answer: losses and norms, but no tensors of a model."""
+
+
 class Key(NamedTuple):
     """An idempotency key: its caller, its text, and the fingerprint of the request that has it."""
 
@@ -198,7 +213,8 @@ class Known(NamedTuple):
     """The data that is stored with a key: the fingerprint of its request, the receipts, and the ids of the buffers.
 
     `sources` are the states of the buffers that the request was computed from, in the request's order. `by_prefix`
-    says that the request named no buffers: then the store keeps their names.
+    says that the request may have named its buffers by a prefix: then the store keeps their names. `answer` is what a
+    repeated request answers besides, in at most `MAX_ANSWER_BYTES`.
     """
 
     fingerprint: bytes
@@ -206,6 +222,7 @@ class Known(NamedTuple):
     ids: dict[str, int]
     sources: tuple[str, ...] = ()
     by_prefix: bool = False
+    answer: bytes = b""
 
 
 def unknown_buffer(name: str) -> UnknownBuffer:
@@ -241,8 +258,8 @@ class Snapshot:
 
     @property
     def state(self) -> str:
-        """A text that differs for every value of every buffer."""
-        return f"{self.record.id}-{self.record.epoch}-{self.record.version}"
+        """`Record.state`."""
+        return self.record.state
 
     def receipt(self) -> Receipt:
         return self.record.receipt(updated=False, of=self.of)

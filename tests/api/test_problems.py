@@ -227,6 +227,7 @@ def test_every_error_code_has_a_test() -> None:
         "test_room.py": "keys_full pushes_full",
         "test_idempotency.py": "idempotency_key_reused",
         "../faults/test_damage.py": "buffer_corrupt",
+        "../buffers/test_contract_sets.py": "source_changed",
         "test_shared_memory.py": "unknown_region region_exists region_unusable too_many_regions",
     }
     elsewhere = {code: path for path, codes in tested.items() for code in codes.split()}

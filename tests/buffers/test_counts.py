@@ -19,6 +19,7 @@ from service.buffers.names import BufferName
 from service.buffers.perform import Request
 from service.buffers.record import Record
 from service.buffers.restore import Restore
+from service.buffers.sets import Set
 from service.buffers.store import Store
 from service.errors import NonfiniteGradient, TooManyBuffers
 from tests.buffers.calls import add, create, do, key, ones, spec, state
@@ -112,6 +113,19 @@ def test_a_restored_buffer_counts(store: Store, clock: Clock) -> None:
     ann = store.within("ann")  # the limit is that of the new name
     do(ann, Restore(name="c", record=record, value=ones(2)))
     assert [one.name for one in ann.records()] == ["c"]
+
+
+def test_a_buffer_that_a_set_creates_counts(store: Store) -> None:
+    sets = [Set(name=name, gradient=ones(2), spec=spec()) for name in "abcd"]
+    do(store, *sets[:2])
+    before = state(store)
+    with pytest.raises(TooManyBuffers) as caught:
+        do(store, *sets)
+    assert caught.value.context == {"limit": 3, "count": 3, "buffer": "d"}
+    assert state(store) == before
+    do(store, *sets[:3])
+    do(store, *sets[:3])
+    refused(store, "d")
 
 
 def test_an_expired_buffer_does_not_count(store: Store, clock: Clock) -> None:

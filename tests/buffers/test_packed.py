@@ -91,12 +91,21 @@ KNOWN = Known(
 )
 
 
-@pytest.mark.parametrize("known", [KNOWN, KNOWN._replace(by_prefix=True), Known(bytes(16), {}, {})])
+@pytest.mark.parametrize(
+    "known", [KNOWN, KNOWN._replace(by_prefix=True), KNOWN._replace(answer=b"\0\xff"), Known(bytes(16), {}, {})]
+)
 def test_what_a_key_answers_comes_back(known: Known) -> None:
     assert unpack_known(pack_known(known), [] if known.by_prefix else [*known.receipts]) == known
 
 
-@pytest.mark.parametrize("packed", [b"", b"[]", b"[[],[0],[1],[],null]", b"[[[9,[]]],[],[],[],null]", b"x\x9c"])
+OTHERS = [
+    b"[[],[0],[1],[],null]",
+    b"[[[9,[]]],[],[],[],null]",
+    *(b"[[],[],[],[],null,%s]" % answer for answer in (b"1", b"null", b'"YQ"', b'"YQ==",""')),
+]
+
+
+@pytest.mark.parametrize("packed", [b"", b"[]", *OTHERS, b"x\x9c"])
 def test_what_nothing_has_packed_with_a_key_is_damage(packed: bytes) -> None:
     with pytest.raises(BufferCorrupt, match="outcome of this Idempotency-Key is damaged"):
         unpack_known(bytes(16) + packed, ["a"])

@@ -32,6 +32,7 @@ from service.buffers.postgres.schema import FREED_SECONDS
 from service.buffers.postgres.transaction import Changes, Found, Stored
 from service.buffers.restore import Restore
 from service.buffers.sealed import pack_record, unpack_record
+from service.buffers.sets import Set
 from service.errors import BufferCorrupt, GradserveError
 
 
@@ -192,7 +193,7 @@ def _records(
 
 
 def _may_create(change: object) -> bool:
-    return isinstance(change, Create | Restore)
+    return isinstance(change, Create | Restore) or (isinstance(change, Set) and change.spec is not None)
 
 
 def _number(data: bytes) -> int:
