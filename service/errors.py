@@ -216,6 +216,10 @@ class NormTooLarge(Invalid, code="norm_too_large"):
     """Norm of the gradient too large."""
 
 
+class InvalidGraph(Invalid, code="invalid_graph"):
+    """Model cannot be run here."""
+
+
 class KeyReused(Invalid, code="idempotency_key_reused"):
     """Key reused for another request."""
 

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from service.dtypes import NAMES, Array, DType
+from service.dtypes import Array, DType
 from service.engine.arena import Arena
 from service.engine.pool import Pool
-from service.errors import DtypeMismatch, MissingTensor, TensorTooLarge, UnknownTensor, shown
-from service.kernels import MAX_MULTIPLY_ADDS, Operator, Tensor, Workspace, workspace
+from service.errors import MissingTensor, UnknownTensor, shown
+from service.kernels import Operator, Workspace, check_dtypes, check_work, workspace
 from service.limits import Limits
 
 MAX_MEMBER_CHARACTERS = 100
@@ -89,13 +89,7 @@ class Engine:
         _check_types(operator, tensors)
         for name, tensor in tensors.items():
             self.limits.check(name, tensor.shape, tensor.dtype)
-        work = operator.work(tensors, attributes)
-        if work > MAX_MULTIPLY_ADDS:
-            raise TensorTooLarge(
-                f"{operator.name} would take {work} multiplications and additions for these tensors; the limit is"
-                f" {MAX_MULTIPLY_ADDS}: send fewer or smaller ones at a time",
-                limit=MAX_MULTIPLY_ADDS,
-            )
+        check_work(operator.name, operator.work(tensors, attributes))
 
     def _allocate(self, shape: tuple[int, ...], dtype: DType) -> Array:
         self.limits.check(None, shape, dtype, label="The output")
@@ -145,21 +139,5 @@ def unknown_input(operator: Operator, name: str) -> UnknownTensor:
 def _check_types(operator: Operator, tensors: Mapping[str, Array]) -> None:
     """Raise `UnknownTensor`, `MissingTensor` or `DtypeMismatch` unless the names and dtypes of the tensors fit."""
     check_names(operator, tensors)
-    bound: dict[str, tuple[str, DType]] = {}
-    for name in tensors if operator.has_groups else filter(tensors.__contains__, operator.inputs_by_name):
-        _check_dtype(name, operator.inputs_by_name[name.partition(".")[0]], tensors[name].dtype, bound)
-
-
-def _check_dtype(name: str, expected: Tensor, dtype: DType, bound: dict[str, tuple[str, DType]]) -> None:
-    """Raise `DtypeMismatch` unless `dtype` fits. `bound` has the first input of each type variable, and its dtype."""
-    if NAMES.get(dtype) not in expected.kind.dtypes:
-        raise DtypeMismatch(f"{name} is {dtype}, but must be one of {', '.join(expected.kind.dtypes)}", tensor=name)
-    if expected.variable is None:
-        return
-    first, common = bound.setdefault(expected.variable, (name, dtype))
-    if dtype != common:
-        raise DtypeMismatch(
-            f"{name} is {dtype} and {first} is {common}, but they must share a dtype"
-            f" (a JSON list without one is {expected.kind.default})",
-            tensor=name,
-        )
+    names = tensors if operator.has_groups else filter(tensors.__contains__, operator.inputs_by_name)
+    check_dtypes((name, operator.inputs_by_name[name.partition(".")[0]], tensors[name].dtype) for name in names)

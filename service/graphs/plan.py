@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from service.dtypes import Array, DType
 from service.errors import GradserveError, Invalid, TensorTooLarge
 from service.kernels import Workspace, current_workspace, workspace
@@ -68,11 +70,13 @@ class Plan:
     def run(self, tensors: Mapping[str, Array]) -> dict[str, Any]:
         """Return the outputs by name. `tensors` has all `inputs`; others are ignored. Raises what a step raises."""
         values: dict[str, Any] = {**self.constants, **{name: tensors[name] for name in self.inputs}}
-        with metered() as meter:
+        with metered() as meter, np.errstate(all="ignore"):
             for step, dying in self.steps:
+                meter.grow(0)
                 results = _run(step, [values[name] if name else None for name in step.inputs])
-                values.update(zip(step.outputs, results, strict=False))
-                meter.settle(sum(map(_bytes, results)))
+                made = {name: result for name, result in zip(step.outputs, results, strict=False) if name}
+                values.update(made)
+                meter.settle(sum(map(_bytes, made.values())))
                 for name in dying:
                     value = values.pop(name)
                     meter.settle(0 if name in self.inputs else -_bytes(value))
@@ -89,7 +93,11 @@ def _run(step: Step, given: Sequence[Any]) -> tuple[Any, ...]:
         raise TensorTooLarge(f"{step.label} needs more memory than there is") from None
     except Exception as error:  # NumPy's and the ONNX package's refusals of shapes and values have many classes
         raise Invalid(f"{step.label} cannot be computed: {error}") from error
-    return result if isinstance(result, tuple) else (result,)
+    if len(step.outputs) == 1:
+        return (result,)
+    if len(result) < len(step.outputs):
+        raise Invalid(f"{step.label} has {len(step.outputs)} outputs here, but computes {len(result)}")
+    return tuple(result)
 
 
 def _bytes(value: Any) -> int:

@@ -3,9 +3,9 @@
 import importlib
 import pkgutil
 
-from service.kernels._blocks import Workspace, claim, current_workspace, workspace
-from service.kernels._op import MAX_MULTIPLY_ADDS, OPERATORS, Operator
-from service.kernels._types import Attribute, Tensor
+from service.kernels._blocks import Workspace, claim, current_workspace, share_out, spare_memory, workspace
+from service.kernels._op import MAX_MULTIPLY_ADDS, OPERATORS, Operator, check_work
+from service.kernels._types import Attribute, Tensor, check_dtypes
 
 __all__ = [
     "MAX_MULTIPLY_ADDS",
@@ -14,8 +14,12 @@ __all__ = [
     "Operator",
     "Tensor",
     "Workspace",
+    "check_dtypes",
+    "check_work",
     "claim",
     "current_workspace",
+    "share_out",
+    "spare_memory",
     "workspace",
 ]
 

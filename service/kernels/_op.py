@@ -21,7 +21,7 @@ import numpy as np
 
 from service import dtypes
 from service.dtypes import DTYPES, Array
-from service.errors import UnknownTensor, shown
+from service.errors import TensorTooLarge, UnknownTensor, shown
 from service.kernels._types import Attribute, Tensor, read_attribute, read_tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -180,6 +180,16 @@ class Operator:
 
 
 OPERATORS: dict[str, Operator] = {}
+
+
+def check_work(name: str, work: int) -> None:
+    """Raise `TensorTooLarge` if a call of the operator would take more than `MAX_MULTIPLY_ADDS`."""
+    if work > MAX_MULTIPLY_ADDS:
+        raise TensorTooLarge(
+            f"{name} would take {work} multiplications and additions for these tensors; the limit is"
+            f" {MAX_MULTIPLY_ADDS}: send fewer or smaller ones at a time",
+            limit=MAX_MULTIPLY_ADDS,
+        )
 
 
 def op(

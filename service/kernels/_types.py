@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge
 
 from service import dtypes
-from service.dtypes import Array
+from service.dtypes import Array, DType
+from service.errors import DtypeMismatch
 
 T = TypeVar("T", bound=Annotated[Array, dtypes.FLOATS])
 T_GRAD = TypeVar("T_GRAD", bound=Annotated[Array, dtypes.FLOATS])
@@ -111,6 +112,23 @@ def read_tensor(declared: str, hint: Any) -> Tensor:
         raise TypeError(f"{name} is {hint}, which has no dtypes")
     (rank,) = [note for note in notes if isinstance(note, int)] or [1]
     return Tensor(name, kinds[0], variable, optional, rank, group, like or None)
+
+
+def check_dtypes(given: Iterable[tuple[str, Tensor, DType]]) -> None:
+    """Raise `DtypeMismatch` unless the dtype of each named tensor fits, and is that of others of its type variable."""
+    bound: dict[str, tuple[str, DType]] = {}
+    for name, expected, dtype in given:
+        if dtypes.NAMES.get(dtype) not in expected.kind.dtypes:
+            raise DtypeMismatch(f"{name} is {dtype}, but must be one of {', '.join(expected.kind.dtypes)}", tensor=name)
+        if expected.variable is None:
+            continue
+        first, common = bound.setdefault(expected.variable, (name, dtype))
+        if dtype != common:
+            raise DtypeMismatch(
+                f"{name} is {dtype} and {first} is {common}, but they must share a dtype"
+                f" (a JSON list without one is {expected.kind.default})",
+                tensor=name,
+            )
 
 
 def read_attribute(name: str, hint: Any, default: Any) -> Attribute:
