@@ -1,11 +1,11 @@
 # gradserve in a container: docker build -t gradserve . (compose.yaml puts nginx in front of it)
-# With OpenTelemetry: docker build -t gradserve --build-arg EXTRAS=[otel,postgres,simdjson] .
+# With OpenTelemetry: docker build -t gradserve --build-arg EXTRAS=[graphs,otel,postgres,simdjson] .
 ARG BASE=docker.io/library/python:3.11-slim-bookworm
 FROM ${BASE} AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE gradserve.py ./
 COPY service service
-ARG EXTRAS=[postgres,simdjson]
+ARG EXTRAS=[graphs,postgres,simdjson]
 ENV PIP_CONSTRAINT=/src/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # The environment gets neither pip nor setuptools, nor the packages' own tests.
 RUN --mount=type=cache,target=/root/.cache/pip \

@@ -123,8 +123,10 @@ packages: $(VENV)/.dev $(PACKAGES)/.packages  ## build the wheels and sdists int
 	$(PACKAGES)/bin/twine check --strict dist/*
 	$(PYTHON) -m venv build/server
 	build/server/bin/python -m pip install --quiet dist/gradserve-*.whl
+	$(PYTHON) -m venv build/container
+	build/container/bin/python -m pip install --quiet "$$(echo dist/gradserve-*.whl)[graphs,postgres,simdjson]"
 	mkdir -p build/sbom
-	$(PACKAGES)/bin/cyclonedx-py environment build/server/bin/python --pyproject pyproject.toml --output-file build/sbom/gradserve.cdx.json
+	$(PACKAGES)/bin/cyclonedx-py environment build/container/bin/python --pyproject pyproject.toml --output-file build/sbom/gradserve.cdx.json
 	GRADSERVE_PACKAGES=1 $(BIN)/python -m pytest tests/packages $(WHAT)
 
 lock:  ## update constraints.txt to the newest versions that fit
@@ -140,7 +142,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory venv-check
 	@echo "installing the server and its packages into $(VENV), once: about a minute"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python $(PIP) '.[postgres,simdjson]'
+	@$(BIN)/python $(PIP) '.[graphs,postgres,simdjson]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml

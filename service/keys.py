@@ -35,6 +35,7 @@ SCOPES = {
     "ops": "list and run operators",
     "buffers:read": "read buffers and their values",
     "buffers:write": "create, change and delete buffers",
+    "graphs:write": "upload and delete graphs",
     "shared_memory": "register regions of shared memory, and use them",
     "admin": "all of this, and read the metrics",
 }

@@ -122,6 +122,11 @@ class Settings(BaseSettings):
     reuse_bytes: int = Field(
         256 << 20, ge=0, description="Bytes of freed memory that each process keeps for later requests."
     )
+    graph_cache_bytes: int = Field(
+        512 << 20,
+        ge=0,
+        description="Bytes of planned graphs, and of parameters that have not changed, that each process keeps.",
+    )
     access_log: bool = Field(False, description="Log one line per request.")
     log_format: Annotated[Literal["text", "json"], BeforeValidator(str.lower)] = Field(
         "text", description="Format of the log on stderr: text or json."

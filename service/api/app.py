@@ -29,9 +29,10 @@ from service.api.http.problems import CLIENT_GONE, answer_bug, answer_error
 from service.api.http.routing import UNKNOWN, Endpoint, Table
 from service.api.http.waiting import Waiting
 from service.api.telemetry.logs import StoreLog
-from service.api.telemetry.metrics import IN_FLIGHT_BYTES, Metrics, Observer
+from service.api.telemetry.metrics import GRAPH_CACHE_BYTES, IN_FLIGHT_BYTES, Metrics, Observer
 from service.buffers.store import Allocate, Committed, Store, uncounted
 from service.buffers.url import open_store
+from service.engine.cache import Cache
 from service.engine.engine import Engine
 from service.errors import GradserveError, MalformedBody, MethodNotAllowed, NotFound, NotReady, StoreFailed, shown
 from service.host.shared_memory import Regions
@@ -79,7 +80,8 @@ class Application(FastAPI):
             is_shared=lambda: keys is not None and keys.have_several_namespaces,
             changed=partial(metrics.set, IN_FLIGHT_BYTES),
         )
-        self.services = Services(settings, admission, regions=regions)
+        cache = Cache(settings.graph_cache_bytes, partial(metrics.set, GRAPH_CACHE_BYTES))
+        self.services = Services(settings, admission, cache, regions=regions)
         for router in routers:
             self.include_router(router, responses=openapi.ERRORS)
 

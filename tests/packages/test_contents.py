@@ -67,3 +67,4 @@ def test_the_release_lists_what_it_is_made_of() -> None:
     bill = (ROOT / "build/sbom/gradserve.cdx.json").read_text()
     assert '"bomFormat": "CycloneDX"' in bill
     assert '"name": "numpy"' in bill
+    assert '"name": "onnx"' in bill, "the container runs graphs"

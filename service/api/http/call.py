@@ -25,6 +25,7 @@ from service.buffers.pushes import Part
 from service.buffers.record import Key
 from service.buffers.store import Store
 from service.codecs import json as json_codec
+from service.engine.cache import Cache
 from service.engine.engine import Engine
 from service.errors import Forbidden, InvalidParameter, NotReady, TensorTooLarge, shown
 from service.host.shared_memory import Regions
@@ -67,6 +68,7 @@ class Services:
 
     settings: Settings
     admission: Admission
+    cache: Cache
     engine: Engine | None = None
     store: Store | None = None
     waiting: Waiting | None = None
@@ -102,6 +104,7 @@ class Call:
         """The request in ASGI's terms, with `scheme`, `http_version` and `server`."""
         self.receive, self.send = receive, send
         self._services, self.settings, self.regions = services, services.settings, services.regions
+        self.cache = services.cache
         self.started = time.perf_counter_ns()
         self.method: str = scope["method"]
         self.path: str = scope["path"]

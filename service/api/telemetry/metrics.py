@@ -111,12 +111,18 @@ IN_FLIGHT = Family("gauge", "gradserve_in_flight", "Requests without an answer y
 IN_FLIGHT_BYTES = Family(
     "gauge", "gradserve_in_flight_bytes", "Bytes that large requests hold, until the client has the answer."
 )
+GRAPH_CACHE_BYTES = Family(
+    "gauge",
+    "gradserve_graph_cache_bytes",
+    "Bytes of planned graphs and of parameters that are kept for later requests.",
+)
 WAITING = Family("gauge", "gradserve_waiting", "Requests that wait for a thread.")
 WORKERS = Family("gauge", "gradserve_workers", "Processes that serve requests.")
 
 FAMILIES = (
     *(REQUESTS, REQUEST_SECONDS, PHASE_SECONDS, OPERATOR_REQUESTS, KERNEL_SECONDS, RECEIVED_BYTES, SENT_BYTES, REFUSED),
-    *(ERRORS, COMMIT_REQUESTS, COMMIT_SECONDS, IN_FLIGHT, IN_FLIGHT_BYTES, WAITING, WORKERS),
+    *(ERRORS, COMMIT_REQUESTS, COMMIT_SECONDS, IN_FLIGHT, IN_FLIGHT_BYTES, GRAPH_CACHE_BYTES),
+    *(WAITING, WORKERS),
 )
 
 GAUGES = {

@@ -84,7 +84,7 @@ def asking(secrets: dict[str, str], name: str) -> dict[str, str]:
 
 
 def test_without_keys_the_caller_is_anonymous_and_may_do_all(url: str) -> None:
-    scopes = ["admin", "buffers:read", "buffers:write", "ops", "shared_memory"]
+    scopes = ["admin", "buffers:read", "buffers:write", "graphs:write", "ops", "shared_memory"]
     expected = {"name": "anonymous", "namespace": "", "scopes": scopes, "keys": False}
     assert httpx.get(f"{url}/v1/caller").json() == expected
 
@@ -92,7 +92,7 @@ def test_without_keys_the_caller_is_anonymous_and_may_do_all(url: str) -> None:
 @pytest.mark.parametrize(
     ("name", "namespace", "scopes"),
     [
-        ("root", "", ["admin", "buffers:read", "buffers:write", "ops", "shared_memory"]),
+        ("root", "", ["admin", "buffers:read", "buffers:write", "graphs:write", "ops", "shared_memory"]),
         ("ann", "team", ["buffers:read", "ops"]),
         ("writer", "", ["buffers:write"]),
     ],
