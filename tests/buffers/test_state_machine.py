@@ -22,8 +22,9 @@ from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.parts import Forget
 from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import Part
-from service.buffers.record import Spec
+from service.buffers.record import Key, Spec
 from service.buffers.rules import CloseIfDue, SetRules
+from service.buffers.sets import Set, Unchanged
 from service.buffers.store import Store
 from service.dtypes import DTYPES, NAMES, Array
 from service.errors import GradserveError, UnknownBuffer
@@ -197,6 +198,8 @@ class Model:
     def __init__(self, clock: Clock) -> None:
         self.clock, self.buffers, self.births = clock, dict[str, Buffer](), 0
         self.pushes, self.complete = dict[str, StagedPush](), dict[str, CompletePush]()
+        self.seen: dict[str, tuple[int, int, int]] = {}
+        """The birth, epoch and version of the states that the store's snapshots have named."""
 
     def alive(self) -> dict[str, Buffer]:
         """Return the buffers that have not expired, after the closing of epochs whose deadlines are over."""
@@ -215,6 +218,8 @@ class Model:
             for change in changes:
                 self._check(change, buffers.get(change.name))
             for change in changes:
+                if isinstance(change, Unchanged):
+                    continue
                 receipts[change.name], found = self._make(change, buffers)
                 if found is not None:
                     values[change.name] = found
@@ -291,6 +296,10 @@ class Model:
         return receipts
 
     def _check(self, change: Change, buffer: Buffer | None, *, with_norm: bool = True) -> None:
+        if buffer is None and isinstance(change, Set) and change.spec is not None and change.state is None:
+            if np.shape(_array(change)) != change.spec.shape:
+                raise RefusedError("shape_mismatch")
+            return
         if buffer is None:
             if isinstance(change, Create) and change.match is None:
                 if _contradicts(change.spec):
@@ -299,6 +308,8 @@ class Model:
             raise RefusedError("precondition_failed" if isinstance(change, Create) else "unknown_buffer")
         if change.match is not None and f'"{buffer.epoch}-{buffer.version}"' not in change.match:
             raise RefusedError("precondition_failed")
+        if change.state is not None and self.seen[change.state] != (buffer.birth, buffer.epoch, buffer.version):
+            raise RefusedError("source_changed")
         if isinstance(change, Create) and change.spec != buffer.spec:
             raise RefusedError("buffer_exists")
         if isinstance(change, SetRules) and _contradicts(replace(buffer.spec, **change.rules)):
@@ -318,7 +329,9 @@ class Model:
             adds = buffer.names.get(change.contributor or "", 0)
             if change.do_update and not change.overwrite and adds >= buffer.spec.per_contributor:
                 raise RefusedError("duplicate_contributor")
-            if change.do_update and not _fits(np.shape(_array(change)), buffer.spec.shape):
+            shape = np.shape(_array(change))
+            fits = shape == buffer.spec.shape if isinstance(change, Set) else _fits(shape, buffer.spec.shape)
+            if change.do_update and not fits:
                 raise RefusedError("shape_mismatch")
             if with_norm and change.do_update and change.weight and buffer.spec.max_norm is not None:
                 if not _norm(change, buffer.spec) <= buffer.spec.max_norm:
@@ -326,14 +339,14 @@ class Model:
 
     def _make(self, change: Change, buffers: dict[str, Buffer]) -> tuple[dict[str, Any], Array | None]:
         name, now = change.name, self.clock.now
-        if isinstance(change, Create):
-            new = name not in buffers
-            if new and len(buffers) >= MOST_BUFFERS:
+        new = name not in buffers
+        if isinstance(change, Create | Set) and new:
+            if len(buffers) >= MOST_BUFFERS:
                 raise RefusedError("too_many_buffers")
-            if new:
-                self.births += 1
-                zeros = np.zeros(change.spec.shape, change.spec.dtype)
-                buffers[name] = Buffer(change.spec, self.births, now, now, zeros)
+            self.births += 1
+            assert change.spec is not None
+            buffers[name] = Buffer(change.spec, self.births, now, now, np.zeros(change.spec.shape, change.spec.dtype))
+        if isinstance(change, Create):
             return {**buffers[name].metadata(name), "created": new}, None
         buffer = buffers[name]
         if isinstance(change, Delete):
@@ -365,9 +378,10 @@ class Model:
             raise RefusedError("nonfinite_gradient")
         buffer.updated = now
         found = buffer.value if change.want_value else None
+        created = {"created": True} if new else {}
         if (reason := buffer.reason(now)) is not None:
-            return buffer.close(name, reason), found
-        return buffer.receipt(name), found
+            return buffer.close(name, reason) | created, found
+        return buffer.receipt(name) | created, found
 
 
 def _contradicts(spec: Spec) -> bool:
@@ -536,11 +550,14 @@ class Machine(RuleBasedStateMachine):
     def ask(self, changes: list[Change], text: str | None) -> Outcome | str:
         """Return the store's outcome, or the code of its error."""
         names = " ".join(change.name for change in changes)
-        request = Request(changes, None if text is None else key(text, request=names))
+        request = self.request(changes, None if text is None else key(text, request=names))
         try:
             return self.store.submit(request).result(PATIENCE)
         except GradserveError as error:
             return error.code
+
+    def request(self, changes: list[Change], key: Key | None) -> Request:
+        return Request(changes, key)
 
     def make(self, changes: list[Change], with_key: bool) -> None:
         self.requests += 1
@@ -548,7 +565,6 @@ class Machine(RuleBasedStateMachine):
 
     def expect(self, changes: list[Change], text: str | None) -> None:
         """Send a new request to store and model, and compare their answers."""
-        births = {name: one.birth for name, one in self.model.alive().items()}
         got, done = self.ask(changes, text), self.model.do(changes)
         if isinstance(done, str):
             assert got == done
@@ -565,6 +581,7 @@ class Machine(RuleBasedStateMachine):
             assert_same_bits(got.values[name], array)
             got.values[name][...] = 77
         if text is not None:
+            births = {name: one.birth for name, one in self.model.buffers.items()}
             added = {change.name: births[change.name] for change in changes if isinstance(change, Add)}
             taken = {
                 change.name: (births[change.name], receipts[change.name]["epoch"], values[change.name])
@@ -895,12 +912,59 @@ def _bytes_of(push: StagedPush) -> int:
     return sum(array.nbytes for array in arrays if array.size != 1 or array.any())
 
 
-class MemoryMachine(PartsMachine):
+class StoreMachine(PartsMachine):
+    """The rules of steps, which HTTP has for operators alone: they are computed from states that may have changed."""
+
+    def ask(self, changes: list[Change], text: str | None) -> Outcome | str:
+        got = super().ask(changes, text)
+        if isinstance(got, Outcome) and got.replayed:
+            assert got.answer == (f"answer of {text}".encode() if any(isinstance(one, Set) for one in changes) else b"")
+        return got
+
+    def request(self, changes: list[Change], key: Key | None) -> Request:
+        if key is None or not any(isinstance(change, Set) for change in changes):
+            return Request(changes, key)
+        return Request(changes, key, ["1-0-0"], answer=f"answer of {key.text}".encode())
+
+    @rule()
+    def see_states(self) -> None:
+        alive = self.model.alive()
+        for snapshot in self.store.read([name for name in alive if name not in self.due()]):
+            buffer = alive[snapshot.record.name]
+            self.model.seen[snapshot.state] = (buffer.birth, buffer.epoch, buffer.version)
+
+    def change_of_a_step(self, data: st.DataObject, name: str) -> Change | None:
+        """Draw a change, with a state that the buffer has or has had; None if none fits the buffer."""
+        buffer, who = self.model.alive().get(name), data.draw(contributors)
+        own = [text for text, (birth, *_) in self.model.seen.items() if buffer is not None and birth == buffer.birth]
+        other = data.draw(st.integers(0, 9)) == 9
+        state = data.draw(st.sampled_from([*self.model.seen] if other and own else [None, *own[-1:] * 8, *own[-3:]]))
+        kind = data.draw(st.sampled_from(["set", "set", "unchanged", "add"]))
+        if buffer is not None and kind == "add":
+            return Add(name=name, gradient=self.fitting(data, name), state=state, contributor=who)
+        if kind == "unchanged":
+            return None if state is None else Unchanged(name=name, state=state)
+        spec = data.draw(st.sampled_from([Spec((2, 3), DTYPES["float32"]), Spec((3,), DTYPES["float16"]), None]))
+        shape = buffer.spec.shape if buffer is not None else (2, 3) if spec is None or other else spec.shape
+        random = np.random.default_rng(data.draw(st.integers(0, 999)))
+        gradient = np.asarray(random.normal(size=shape), data.draw(st.sampled_from(FLOAT_DTYPES)))
+        return Set(name=name, gradient=gradient, spec=spec, state=state, contributor=who)
+
+    @rule(data=st.data(), with_key=keyed)
+    def step(self, data: st.DataObject, with_key: bool) -> None:
+        self.see_states()
+        some = st.sampled_from([*self.model.alive()] * 3 + NAMED)
+        drawn = data.draw(st.lists(some, min_size=1, max_size=3, unique=True), label="names")
+        made = [self.change_of_a_step(data, name) for name in drawn]
+        self.make([change for change in made if change is not None], with_key)
+
+
+class MemoryMachine(StoreMachine):
     def open(self) -> Store:
         return open_memory(self.clock, max_buffers=MOST_BUFFERS)
 
 
-class LmdbMachine(PartsMachine):
+class LmdbMachine(StoreMachine):
     def __init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
         shrink_lmdb(self.patch)
@@ -937,7 +1001,7 @@ class ByTurns:
             store.close()
 
 
-class PostgresMachine(PartsMachine):
+class PostgresMachine(StoreMachine):
     url: str
     stores = 1
 
