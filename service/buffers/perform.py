@@ -65,6 +65,8 @@ class Request:
     part: Part | None = None
     """The place in a push: then all changes are adds, which only the complete push makes."""
     answer: bytes = b""
+    by_prefix: bool = False
+    """Whether the changes come from a prefix of names: then the store keeps the names with the key."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,7 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
             record = record or txn.get(name)
             ids[change.name] = 0 if record is None else record.id
     if key is not None:
-        by_prefix = request.wide is not None or len(request.sources) > 0
-        sources = tuple(request.sources)
+        by_prefix, sources = request.by_prefix or request.wide is not None, tuple(request.sources)
         txn.remember(key, Known(key.fingerprint, outcome.receipts, ids, sources, by_prefix, request.answer), now)
     return outcome
 

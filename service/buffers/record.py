@@ -258,8 +258,9 @@ class Snapshot:
 
     @property
     def state(self) -> str:
-        """`Record.state`."""
-        return self.record.state
+        """The `Record.state` of the value: a closed epoch keeps its own."""
+        at = self.of or self.record
+        return f"{self.record.id}-{at.epoch}-{at.version}"
 
     def receipt(self) -> Receipt:
         return self.record.receipt(updated=False, of=self.of)

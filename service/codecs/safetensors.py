@@ -148,9 +148,12 @@ def _check_metadata(metadata: Any) -> None:
         raise MalformedBody(f"{METADATA} must map names to strings")
 
 
-def encode(tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> list[bytes | memoryview]:
-    """Return the pieces of a file: its header, and a view of each tensor's bytes, large elements first."""
-    ordered = in_order({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+def encode(
+    tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None, *, aligned: bool = True
+) -> list[bytes | memoryview]:
+    """Return the pieces of a file: its header, and a view of each tensor's bytes, large elements first if `aligned`."""
+    types: Mapping[str, TensorType] = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    ordered = in_order(types) if aligned else types
     return [head(ordered, metadata), *(bytes_of(tensors[name]) for name in ordered)]
 
 

@@ -55,6 +55,8 @@ class Tensor:
     """Whether it is a group of such tensors."""
     like: str | None = None
     """The group of inputs that an output, if it is a group, takes its names from. Without one, they are 0, 1, 2, ..."""
+    members: tuple[str, ...] | None = None
+    """The names of a group's tensors if they are fixed."""
 
 
 @dataclass(frozen=True)

@@ -260,6 +260,19 @@ def test_a_group_goes_to_shared_memory_tensor_by_tensor(http: httpx.Client) -> N
     assert error == "updated is a group: name the place of each of its tensors"
 
 
+def test_a_prefix_has_as_many_buffers_as_a_request_has_tensors(http: httpx.Client) -> None:
+    names = [f"many.{number}" for number in range(MAX_TENSORS + 1)]
+    for some in (names[:-1], names[-1:]):
+        answer = http.post("/v1/buffers/create", json={"buffers": {name: {"shape": [1]} for name in some}})
+        assert answer.status_code == 200, answer.text
+    params: dict[str, Any] = {"rate": 1, "from": ["weights:many.*", "gradients:many.*"]}
+    answer = http.post(STEP, params=params)
+    problem = assert_problem(answer, 413, "too_many_tensors", "has 201 tensors")
+    assert problem["limit"] == MAX_TENSORS
+    params["from"] = ["weights:many.11*", "gradients:many.11*"]
+    assert len(ok(http.post(STEP, params=params))["updated"]) == 10
+
+
 def test_metadata_show_the_names_of_a_group_as_a_pattern(http: httpx.Client) -> None:
     metadata, config = ok(http.get("/v2/models/Step")), ok(http.get("/v2/models/Step/config"))
     assert [one["name"] for one in metadata["inputs"]] == ["weights.*", "gradients.*"]

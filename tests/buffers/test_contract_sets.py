@@ -258,7 +258,7 @@ def test_steps_of_many_threads_lose_no_update(store: Store) -> None:
 
 
 def step_of(store: Store, *changes: Change, key: Key, sources: list[str], answer: bytes = b"") -> Outcome:
-    return store.submit(Request(changes, key, sources, answer=answer)).result(PATIENCE)
+    return store.submit(Request(changes, key, sources, answer=answer, by_prefix=True)).result(PATIENCE)
 
 
 @pytest.mark.parametrize("answer", [b"", b"\x00\xff[1.5]", bytes(range(256)) * (MAX_ANSWER_BYTES // 256)], ids=len)

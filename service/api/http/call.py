@@ -216,6 +216,9 @@ class Call:
         sources: Sequence[str] = (),
         wide: Wide | None = None,
         part: Part | None = None,
+        *,
+        answer: bytes = b"",
+        by_prefix: bool = False,
     ) -> Outcome:
         """Make the changes, which were computed from `sources`, in the store. Raises what `Store.submit` does.
 
@@ -223,7 +226,7 @@ class Call:
         """
         began = time.perf_counter_ns()
         try:
-            request = StoreRequest(changes, key, sources, wide, part)
+            request = StoreRequest(changes, key, sources, wide, part, answer, by_prefix)
             if len(changes) <= INLINE_LOOKUPS:
                 return await asyncio.wrap_future(self.store.submit(request))
             return await while_connected(self.receive, asyncio.wrap_future(self.store.submit(request)))

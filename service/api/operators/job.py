@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Protocol
 
 from service.api.operators.onnx_names import ONNX, ONNX_RUNTIME
 from service.buffers.epochs import check_contributor
-from service.buffers.names import check_name
+from service.buffers.names import NAME, check_name
 from service.codecs.parts import Part
 from service.dtypes import FLOATS, Array
 from service.errors import DtypeMismatch, InvalidParameter, UnknownOperator, shown
@@ -17,15 +20,64 @@ from service.kernels import OPERATORS, Operator, Tensor
 MIN_SIMILARITY = 0.85
 """The part that two names must share, at least, for one to be a slip for the other. Most names share Grad."""
 
+MAX_EPOCH_DIGITS = 15
+"""Digits of an epoch's number: more changes than any buffer sees."""
 
-class BufferUse(NamedTuple):
-    """The buffers of a request: the source of each input, and the target of each output."""
 
-    sources: Mapping[str, str] = {}
-    targets: Mapping[str, str] = {}
+class Use(NamedTuple):
+    """A tensor and its buffer; or a group and the prefix of its buffers: the rest of a name is that of the tensor."""
+
+    tensor: str
+    buffer: str
+    is_prefix: bool = False
+    epoch: int | None = None
+    """The closed epoch that is read; None: the buffer as it runs."""
+
+
+@dataclass(frozen=True)
+class BufferUse:
+    """The buffers of a request: the sources of inputs, and the targets of outputs."""
+
+    sources: Sequence[Use] = ()
+    targets: Sequence[Use] = ()
     weight: float = 1.0
     epoch: int | None = None
     contributor: str | None = None
+    mean: bool = False
+    """Whether closed epochs are read as means."""
+    timeout: float = 0.0
+    """Seconds to wait until the epochs have closed."""
+
+    @cached_property
+    def by_prefix(self) -> bool:
+        """Whether any target is a prefix."""
+        return any(one.is_prefix for one in self.targets)
+
+    @cached_property
+    def _by_output(self) -> Mapping[str, Use]:
+        return {one.tensor: one for one in self.targets}
+
+    def target_of(self, output: str) -> Use | None:
+        """Return the target of an output, of a group, or of a tensor in one; None if it is answered."""
+        target = self._by_output.get(output)
+        if target is None and self.by_prefix:
+            group, _, member = output.partition(".")
+            whole = self._by_output.get(group)
+            if whole is not None and whole.is_prefix:
+                return Use(output, check_name(whole.buffer + member))
+        return target
+
+    def output_of(self, buffer: str) -> str:
+        """Return the output whose target this buffer is."""
+        return self._exact.get(buffer) or next(
+            f"{one.tensor}.{buffer.removeprefix(one.buffer)}"
+            for one in self.targets
+            if one.is_prefix and buffer.startswith(one.buffer)
+        )
+
+    @cached_property
+    def _exact(self) -> Mapping[str, str]:
+        return {one.buffer: one.tensor for one in self.targets if not one.is_prefix}
 
 
 NO_BUFFERS = BufferUse()
@@ -71,31 +123,58 @@ def unknown_operator(name: str) -> UnknownOperator:
     return UnknownOperator(f"{fault}.{hint} GET /v1/ops lists all", op=name)
 
 
+class BufferQuery(Protocol):
+    """The parameters of a request that name buffers, as its model has them."""
+
+    weight: float | None
+    epoch: int | None
+    contributor: str | None
+    reduce: Literal["sum", "mean"] | None
+
+
 def buffers_of(
-    operator: Operator,
-    sources: Sequence[str],
-    into: Sequence[str],
-    weight: float | None,
-    epoch: int | None,
-    contributor: str | None,
+    operator: Operator, sources: Sequence[str], into: Sequence[str], query: BufferQuery, timeout: float | None = None
 ) -> BufferUse:
     """Parse the buffers of a request from `tensor:buffer`. Raises `InvalidParameter` and `DtypeMismatch`."""
-    if not into and not (weight is None and epoch is None and contributor is None):
-        name = "weight" if weight is not None else "epoch" if epoch is not None else "contributor"
-        raise InvalidParameter(f"{name} is only for outputs that into= adds to a buffer", parameter=name)
+    for name in () if into else ("weight", "epoch", "contributor"):
+        if getattr(query, name) is not None:
+            raise InvalidParameter(f"{name} is only for outputs that into= adds to a buffer", parameter=name)
+    inputs = _uses("from", sources, operator.inputs) if sources else ()
+    for name, given in (("reduce", query.reduce), ("timeout", timeout)):
+        if given is not None and all(one.epoch is None for one in inputs):
+            problem = f"{name} is only for inputs that from= takes from a closed epoch, as X:acts@3"
+            raise InvalidParameter(problem, parameter=name)
     if not (sources or into):
         return NO_BUFFERS
-    sources_by_input = _pairs("from", sources, operator.inputs)
-    targets = _pairs("into", into, operator.outputs)
-    for name in targets:
-        output = next(one for one in operator.outputs if one.name == name.partition(".")[0])
-        if not fits_a_buffer(output):
-            raise DtypeMismatch(f"{name} is {' or '.join(output.kind.dtypes)}, but a buffer holds floats", tensor=name)
-    if len(set(targets.values())) < len(targets):
-        raise InvalidParameter("into names a buffer twice, but a request may change each once", parameter="into")
-    if contributor is not None:
-        check_contributor(contributor)
-    return BufferUse(sources_by_input, targets, 1.0 if weight is None else weight, epoch, contributor)
+    targets = _uses("into", into, operator.outputs)
+    for target in targets:
+        _check_fits(operator, target.tensor)
+    _check_apart("into", targets)
+    if query.contributor is not None:
+        check_contributor(query.contributor)
+    weight = 1.0 if query.weight is None else query.weight
+    mean = query.reduce == "mean"
+    return BufferUse(inputs, targets, weight, query.epoch, query.contributor, mean, timeout or 0.0)
+
+
+def _check_fits(operator: Operator, name: str) -> None:
+    """Raise `DtypeMismatch` unless the output, a group or a tensor in one, can go to a buffer."""
+    output = next(one for one in operator.outputs if one.name in (name, name.partition(".")[0]))
+    if not fits_a_buffer(output):
+        raise DtypeMismatch(f"{name} is {' or '.join(output.kind.dtypes)}, but a buffer holds floats", tensor=name)
+
+
+def _check_apart(parameter: str, targets: Sequence[Use]) -> None:
+    """Raise `InvalidParameter` if two targets name one buffer, or if buffers may have the prefixes of two."""
+    if len({(one.buffer, one.is_prefix) for one in targets}) < len(targets):
+        raise InvalidParameter(
+            f"{parameter} names a buffer twice, but a request may change each once", parameter=parameter
+        )
+    prefixes = sorted(one.buffer for one in targets if one.is_prefix)
+    for shorter, longer in itertools.pairwise(prefixes):
+        if longer.startswith(shorter):
+            problem = f"{parameter} has {shorter}* and {longer}*, but a buffer may be in one of them only"
+            raise InvalidParameter(problem, parameter=parameter)
 
 
 def fits_a_buffer(output: Tensor) -> bool:
@@ -106,7 +185,12 @@ def fits_a_buffer(output: Tensor) -> bool:
 def is_known(name: str, tensors: Iterable[Tensor]) -> bool:
     """Whether this is the name of a tensor that is no group, or of a member of a group."""
     group, _, member = name.partition(".")
-    return any(bool(member) and group == one.name if one.group else name == one.name for one in tensors)
+    return any(
+        (bool(member) and group == one.name and (one.members is None or member in one.members))
+        if one.group
+        else name == one.name
+        for one in tensors
+    )
 
 
 def is_output(operator: Operator, name: str) -> bool:
@@ -124,18 +208,50 @@ def chosen(names: Iterable[str], wanted: Collection[str]) -> list[str]:
     return [name for name in names if name in wanted or name.partition(".")[0] in wanted]
 
 
-def _pairs(parameter: str, texts: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, str]:
-    """Return the buffer of each tensor, from texts like `dW:gru.W`. Each tensor may occur once."""
-    pairs: dict[str, str] = {}
-    for text in texts:
-        tensor, _, buffer = text.partition(":")
-        if not (buffer and is_known(tensor, tensors)):
-            raise InvalidParameter(
-                f"{parameter} is {shown(text)}, but must be one of {listed(tensors)}, followed by a colon"
-                " and a buffer's name",
-                parameter=parameter,
-            )
-        if tensor in pairs:
-            raise InvalidParameter(f"{parameter} has {tensor} twice", parameter=parameter)
-        pairs[tensor] = check_name(buffer)
-    return pairs
+def _uses(parameter: str, texts: Sequence[str], tensors: Sequence[Tensor]) -> list[Use]:
+    """Return the uses in texts like `dW:gru.W`, `weights:m.p.*` or, for `from`, `X:acts@3`, each tensor once."""
+    fixed = {f"{one.name}.{member}" for one in tensors for member in one.members or ()}
+    names = fixed | {one.name for one in tensors}
+    uses = [_use(parameter, text, *_cut(text, names, tensors), tensors) for text in texts]
+    seen, groups = set[str](), dict[str, bool]()
+    for use in uses:
+        if use.tensor in seen:
+            raise InvalidParameter(f"{parameter} has {use.tensor} twice", parameter=parameter)
+        seen.add(use.tensor)
+        group = use.tensor if use.tensor in names and use.tensor not in fixed else use.tensor.partition(".")[0]
+        if groups.setdefault(group, use.is_prefix) != use.is_prefix:
+            problem = f"{parameter} has {group} both as a group and as single tensors"
+            raise InvalidParameter(problem, parameter=parameter)
+    return uses
+
+
+def _cut(text: str, names: Collection[str], tensors: Sequence[Tensor]) -> tuple[str, str]:
+    """Return the tensor and the buffer. A tensor's name may have colons, so the longest name counts."""
+    for end in reversed([at for at, letter in enumerate(text) if letter == ":"]):
+        if text[:end] in names:
+            return text[:end], text[end + 1 :]
+    tensor, _, buffer = text.partition(":")
+    return (tensor, buffer) if is_known(tensor, tensors) else ("", "")
+
+
+def _use(parameter: str, text: str, tensor: str, buffer: str, tensors: Sequence[Tensor]) -> Use:
+    epoch = None
+    if parameter == "from" and "@" in buffer:
+        buffer, _, number = buffer.rpartition("@")
+        if not (number.isascii() and number.isdecimal() and len(number) <= MAX_EPOCH_DIGITS):
+            problem = f"from is {shown(text)}, but behind the @ must be the number of an epoch"
+            raise InvalidParameter(problem, parameter=parameter)
+        epoch = int(number)
+    is_group = any(one.group and one.name == tensor for one in tensors)
+    if not (tensor and buffer) or is_group != buffer.endswith("*"):
+        groups = [one.name for one in tensors if one.group]
+        raise InvalidParameter(
+            f"{parameter} is {shown(text)}, but must be one of {listed(tensors)}, followed by a colon"
+            " and a buffer's name" + f", or {' or '.join(groups)}, a colon, a prefix of names and *" * bool(groups),
+            parameter=parameter,
+        )
+    if not is_group:
+        return Use(tensor, check_name(buffer), False, epoch)
+    if not NAME.fullmatch(buffer[:-1] or "-"):
+        raise InvalidParameter(f"{parameter} is {shown(text)}, but no buffer has such a prefix", parameter=parameter)
+    return Use(tensor, buffer[:-1], True, epoch)

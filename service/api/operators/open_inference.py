@@ -125,7 +125,7 @@ def _decode_tensors(operator: Operator, limits: Limits, length: int | None, body
             raise InvalidParameter(f"{name} is a group: name the place of each of its tensors", parameter="outputs")
     binary = dict.fromkeys(operator.output_names, request.binary) if request.outputs is None else request.outputs
     attributes, buffers = _attributes(operator, request.parameters)
-    for name in request.parts.keys() & buffers.targets.keys():
+    for name in filter(buffers.target_of, request.parts):
         raise InvalidParameter(f"{name} goes to a buffer, so it cannot go to shared memory, too", parameter="into")
     in_bytes = [name for name, is_binary in binary.items() if is_binary]
     reply = Reply(request.id, in_bytes, not all(binary.values()), request.parts)
@@ -193,4 +193,4 @@ def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> tuple[dict
         error = invalid.errors(include_url=False, include_context=False)[0]
         raise invalid_parameter(error, "parameter", known) from None
     sources, into = (text.split(",") if text else [] for text in (use.sources, use.into))
-    return attributes, buffers_of(operator, sources, into, use.weight, use.epoch, use.contributor)
+    return attributes, buffers_of(operator, sources, into, use)

@@ -204,6 +204,12 @@ class BufferParameters(BaseModel):
     contributor: Annotated[str | None, WithJsonSchema({"type": "string"})] = Field(
         default_factory=absent, description="With `into`: who adds."
     )
+    reduce: Annotated[Literal["sum", "mean"] | None, WithJsonSchema({"type": "string", "enum": ["sum", "mean"]})] = (
+        Field(
+            default_factory=absent,
+            description="With `@` in `from`: the sum of the epoch, or the sum divided by the sum of the weights.",
+        )
+    )
 
 
 class InferParameters(BufferParameters, extra="ignore"):

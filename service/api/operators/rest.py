@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from service.api.buffers.models import MAX_WAIT_SECONDS
 from service.api.buffers.receipts import receipts_text
 from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.body import header_of, is_quick, read_body
@@ -58,11 +59,21 @@ class EndpointQuery(BaseModel):
         None, description="How a JSON answer writes tensors; by default in base64 if the request does, else as lists."
     )
     sources: list[str] = Field(
-        _NONE, alias="from", description="`X:acts.1`: take the input X from the buffer acts.1. May repeat."
+        _NONE,
+        alias="from",
+        description="`X:acts.1`: take the input X from the buffer acts.1. `weights:m.p.*`: take a group from the"
+        " buffers of a prefix. `X:acts.1@3`: take what its epoch 3 closed with. May repeat.",
     )
     into: list[str] = Field(
         _NONE,
-        description="`dW:gru.W`: add the output dW to the buffer gru.W, and return a receipt instead. May repeat.",
+        description="`dW:gru.W`: add the output dW to the buffer gru.W, and return a receipt instead. `dWs:m.g.*`:"
+        " add a group to the buffers of a prefix. May repeat.",
+    )
+    reduce: Literal["sum", "mean"] | None = Field(
+        None, description="With `@`: the sum of the epoch, or the sum divided by the sum of the weights."
+    )
+    timeout: float | None = Field(
+        None, ge=0, le=MAX_WAIT_SECONDS, description="With `@`: seconds to wait until the epochs have closed."
     )
     weight: float | None = Field(
         None, allow_inf_nan=False, description="With `into`: the weight of each added gradient; by default 1."
@@ -157,7 +168,7 @@ def decode_safetensors(
 
 
 def _buffers(operator: Operator, query: EndpointQuery) -> BufferUse:
-    return buffers_of(operator, query.sources, query.into, query.weight, query.epoch, query.contributor)
+    return buffers_of(operator, query.sources, query.into, query, query.timeout)
 
 
 def _job(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from service.api.buffers.preconditions import key_of, match_of, recalled, refuse_headers
 from service.api.buffers.receipts import replayed
+from service.api.buffers.request import RECEIPT_BYTES
 from service.api.http.answer import AnswerForm
 from service.api.http.body import INLINE_MEMBERS
 from service.api.http.call import Call
@@ -17,13 +17,16 @@ from service.api.http.negotiation import wanted_coding
 from service.api.http.offload import ALONE_BYTES, INLINE_BYTES, INLINE_HALF_BYTES, INLINE_TEXT_BYTES
 from service.api.operators.job import Job, chosen
 from service.api.operators.shared_memory import write_outputs
+from service.api.operators.sources import NO_SOURCES, Sources, read, until_closed
 from service.buffers.changes import Add
+from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, check_same_buffer, counted_once
-from service.buffers.record import Key, Receipt
+from service.buffers.record import MAX_ANSWER_BYTES, Key, Known, Receipt
 from service.codecs import json as json_codec
+from service.codecs import safetensors
 from service.dtypes import FLOATS, NAMES, Array
 from service.engine.engine import Reserve
-from service.errors import Busy, DtypeMismatch, EpochGone, GradserveError, InvalidParameter, UnknownBuffer
+from service.errors import Busy, DtypeMismatch, EpochGone, GradserveError, InvalidParameter
 
 
 class Result(NamedTuple):
@@ -44,13 +47,13 @@ class Result(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """The result of a job before buffers change: the outputs, and the states of the buffers that were read."""
+    """The result of a job before buffers change: the outputs, and what the buffers were that it read."""
 
     outputs: Mapping[str, Any]
-    states: Sequence[str]
+    sources: Sources
     key: Key | None
     outcome: Outcome | None = None
-    """The outcome of a repeated request whose outputs all went to buffers; it needs no other step."""
+    """The outcome of a repeated request whose outputs went to buffers, or are kept; it needs no other step."""
 
 
 async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary: Collection[str] = ()) -> Result:
@@ -59,12 +62,19 @@ async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary
     Memory for the answer is reserved before buffers change: its outputs are JSON, except those in `binary`, or, without
     an `encoding`, bytes.
     """
-    sources, targets, use = job.buffers.sources, job.buffers.targets, job.buffers
+    use = job.buffers
     _check(call, job)
     call.spent.setdefault("queue", 0)
-    inline = not sources and computes_at_once(call, job) and not (targets and call.store.blocks)
-    computed = _compute(call, job, True) if inline else await call.offload(False, _compute, call, job, False)
-    answered = {name: output for name, output in computed.outputs.items() if name not in targets}
+    key = None
+    if any(one.epoch is not None for one in use.sources):
+        key = await call.offload(_size(job) <= INLINE_BYTES, _key, call, job)
+        await until_closed(call, job, key)
+    inline = not use.sources and computes_at_once(call, job) and not (use.targets and call.store.blocks)
+    work = call, job, inline, key
+    computed = _compute(*work) if inline else await call.offload(False, _compute, *work)
+    answered = computed.outputs
+    if use.targets:
+        answered = {name: output for name, output in answered.items() if use.target_of(name) is None}
     coding = None
     if encoding is not None:
         coding = wanted_coding(call, encoding)
@@ -72,18 +82,39 @@ async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary
         as_bytes = {*chosen(answered, binary)} if binary else ()
         texts = [output for name, output in answered.items() if name not in as_bytes]
         call.reserve(sum([form.extra_bytes(output.shape, output.dtype) for output in texts]))
-    if not targets:
+    if not use.targets:
         return Result(answered, coding=coding)
     outcome = computed.outcome
     if outcome is None:
-        _check_floats(computed.outputs, targets)
-        add = partial(Add, match=match_of(call), weight=use.weight, epoch=use.epoch, contributor=use.contributor)
-        adds = [add(name=buffer, tensor=name, gradient=computed.outputs[name]) for name, buffer in targets.items()]
-        outcome = await call.submit(adds, computed.key, computed.states)
-    if answered:
-        _check_unchanged(sources, outcome.sources, computed.states, outcome.receipts)
-    receipts = {name: outcome.receipts[buffer] for name, buffer in targets.items()}
+        adds = _adds(call, job, computed.outputs)
+        kept = b"" if computed.key is None else _kept(answered)
+        states = [] if kept else [state for _, state in computed.sources.states]
+        outcome = await call.submit(adds, computed.key, states, answer=kept, by_prefix=use.by_prefix)
+        if outcome.answer:
+            answered = _restored(call, job, outcome.answer)
+        elif answered:
+            _check_unchanged(computed.sources, outcome.sources, outcome.receipts)
+    receipts = {use.output_of(buffer): receipt for buffer, receipt in outcome.receipts.items()}
     return Result(answered, receipts, replayed(outcome), coding)
+
+
+def _adds(call: Call, job: Job, outputs: Mapping[str, Any]) -> list[Add]:
+    """Return the changes of the buffers that outputs go to. Raises `DtypeMismatch` and `InvalidParameter`."""
+    use = job.buffers
+    add = partial(Add, match=match_of(call), weight=use.weight, epoch=use.epoch, contributor=use.contributor)
+    adds, names = [], set[str]()
+    for tensor, output in outputs.items():
+        target = use.target_of(tensor)
+        if target is None:
+            continue
+        _check_float(tensor, output)
+        if target.buffer in names:
+            problem = f"into adds to the buffer {target.buffer!r} twice, but a request may change each once"
+            raise InvalidParameter(problem, parameter="into")
+        names.add(target.buffer)
+        adds.append(add(name=target.buffer, tensor=tensor, gradient=output))
+    call.reserve(RECEIPT_BYTES * len(adds))
+    return adds
 
 
 def _check(call: Call, job: Job) -> None:
@@ -93,15 +124,14 @@ def _check(call: Call, job: Job) -> None:
     if job.buffers.targets:
         call.caller.require("buffers:write")
     if b"if-match" in call.headers or b"if-none-match" in call.headers:
-        refuse_headers(call, "If-None-Match", *([] if len(job.buffers.targets) == 1 else ["If-Match"]))
+        is_one = len(job.buffers.targets) == 1 and not job.buffers.by_prefix
+        refuse_headers(call, "If-None-Match", *([] if is_one else ["If-Match"]))
 
 
-def _check_floats(outputs: Mapping[str, Any], targets: Collection[str]) -> None:
+def _check_float(name: str, output: Any) -> None:
     """Raise `DtypeMismatch` if an output that goes to a buffer is no float here."""
-    for name in targets:
-        dtype = outputs[name].dtype
-        if NAMES[dtype] not in FLOATS.dtypes:
-            raise DtypeMismatch(f"{name} is {dtype}, but a buffer holds floats", tensor=name)
+    if NAMES[output.dtype] not in FLOATS.dtypes:
+        raise DtypeMismatch(f"{name} is {output.dtype}, but a buffer holds floats", tensor=name)
 
 
 def _size(job: Job) -> int:
@@ -110,13 +140,14 @@ def _size(job: Job) -> int:
 
 
 def _answered(job: Job) -> Sequence[str]:
-    """Return the outputs that the answer has, rather than a buffer."""
-    operator = job.operator
-    names: Sequence[str] = operator.output_names if job.wanted is None else job.wanted
-    if operator.has_groups:
-        outputs = operator.outputs_for([*job.tensors, *job.buffers.sources])
-        names = [*dict.fromkeys([*chosen(outputs, names), *(name for name in names if "." in name)])]
-    return [name for name in names if name not in job.buffers.targets]
+    """Return the outputs that the answer has, rather than a buffer; of a group in part, the group."""
+    names: Sequence[str] = job.operator.output_names if job.wanted is None else job.wanted
+    return [name for name in names if job.buffers.target_of(name) is None]
+
+
+def _key(call: Call, job: Job) -> Key | None:
+    """Return the idempotency key of a job that changes buffers."""
+    return key_of(call, job.body, job.shared) if job.buffers.targets else None
 
 
 def is_small(call: Call, size: int) -> bool:
@@ -132,47 +163,56 @@ def computes_at_once(call: Call, job: Job) -> bool:
     return size <= INLINE_HALF_BYTES or all(tensor.dtype.itemsize != 2 for tensor in job.tensors.values())
 
 
-def _compute(call: Call, job: Job, inline: bool) -> _Computed:
+def _compute(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:
     began = time.perf_counter_ns()
-    computed = _computed(call, job, inline)
+    computed = _computed(call, job, inline, key or _key(call, job))
     call.spent["kernel"] = time.perf_counter_ns() - began
     return computed
 
 
-def _computed(call: Call, job: Job, inline: bool) -> _Computed:
+def _computed(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:
     """Compute the outputs, with inputs from buffers, unless the request only repeats an add."""
-    sources, targets = job.buffers.sources, job.buffers.targets
-    key = key_of(call, job.body, job.shared) if targets else None
-    known = None if key is None else recalled(call.store, key, [*targets.values()])
-    if known is not None and not _answered(job):
-        for buffer in targets.values():
-            with suppress(UnknownBuffer):
-                check_same_buffer(call.store.record(buffer), known)
-        return _Computed({}, [], key, Outcome(known.receipts, replayed=True))
+    # A request that names no buffer by a prefix may be known without the names of its buffers.
+    names = [] if job.buffers.by_prefix else [one.buffer for one in job.buffers.targets]
+    known = recalled(call.store, key, names)
+    if known is not None and (known.answer or not _answered(job)):
+        _check_same_buffers(call, known)
+        outputs = _restored(call, job, known.answer) if known.answer else {}
+        return _Computed(outputs, NO_SOURCES, key, Outcome(known.receipts, replayed=True))
     try:
-        tensors, states = _inputs(call, job)
+        sources, tensors = NO_SOURCES, job.tensors
+        if job.buffers.sources:
+            sources = read(call, job)
+            tensors = {**tensors, **sources.tensors}
         if known is not None:
-            _check_unchanged(sources, known.sources, states, known.receipts)
-        return _Computed(_outputs(call, job, tensors, inline), states, key)
+            _check_unchanged(sources, known.sources, known.receipts)
+        return _Computed(_outputs(call, job, tensors, inline), sources, key)
     except GradserveError as error:
         if known is None or isinstance(error, (EpochGone, Busy)):
             raise
         raise counted_once(str(error), known.receipts) from None
 
 
-def _inputs(call: Call, job: Job) -> tuple[Mapping[str, Array], Sequence[str]]:
-    """Return all inputs, and the states of the buffers that some come from."""
-    sources = job.buffers.sources
-    if not sources:
-        return job.tensors, []
-    call.reserve(sum(call.store.record(buffer).spec.nbytes for buffer in sources.values()))
-    snapshots = call.store.read([*sources.values()])
-    for name, buffer in sources.items():
-        if name in job.tensors:
-            problem = f"{name} is in the body, but from= takes it from the buffer {buffer!r}, too"
-            raise InvalidParameter(problem, parameter="from")
-    taken = {name: snapshot.value for name, snapshot in zip(sources, snapshots, strict=True)}
-    return {**job.tensors, **taken}, [snapshot.state for snapshot in snapshots]
+def _kept(answered: Mapping[str, Array]) -> bytes:
+    """Return what the store keeps of the answer for a repeated request: nothing if that is large."""
+    if sum([output.nbytes for output in answered.values()]) > MAX_ANSWER_BYTES:
+        return b""
+    file = b"".join(safetensors.encode(answered, aligned=False))
+    return file if len(file) <= MAX_ANSWER_BYTES else b""
+
+
+def _restored(call: Call, job: Job, kept: bytes) -> Mapping[str, Array]:
+    """Return the outputs that were answered to the original request."""
+    outputs = safetensors.decode(memoryview(kept), call.engine.limits)
+    if job.parts:
+        write_outputs(call, job.parts, outputs)
+    return outputs
+
+
+def _check_same_buffers(call: Call, known: Known) -> None:
+    """Raise `EpochGone` if a buffer that the request has changed was deleted and created again."""
+    for record in call.store.look({BufferName(call.store.namespace, name) for name in known.receipts}).values():
+        check_same_buffer(record, known)
 
 
 def _outputs(call: Call, job: Job, tensors: Mapping[str, Array], inline: bool) -> Mapping[str, Any]:
@@ -181,11 +221,11 @@ def _outputs(call: Call, job: Job, tensors: Mapping[str, Array], inline: bool) -
     Memory beyond the size of the inputs is reserved before it is allocated. In the event loop the kernel uses one
     thread, unless the tensors are large. Raises `Busy` and the errors of `Engine.run` and `write`.
     """
-    targets = job.buffers.targets
-    if job.operator.sparse is not None and targets and not _answered(job):
+    targets = [one.tensor for one in job.buffers.targets]
+    wanted = [*_answered(job), *targets] if targets else job.wanted
+    if job.operator.sparse is not None and wanted == targets:
         (name,) = targets
         return {name: call.engine.in_pieces(job.operator, tensors, job.attributes, _beyond_body(call, job))}
-    wanted = [*_answered(job), *targets] if targets else job.wanted
     if inline and _size(job) <= INLINE_BYTES:
         outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, alone=True)
     else:
@@ -207,10 +247,8 @@ def _beyond_body(call: Call, job: Job) -> Reserve:
     return reserve
 
 
-def _check_unchanged(
-    sources: Mapping[str, str], before: Sequence[str], now: Sequence[str], receipts: Mapping[str, Receipt]
-) -> None:
-    """Raise `EpochGone` if a source has changed since the original request."""
-    for buffer, old, new in zip(sources.values(), before, now, strict=False):  # a first request has no `before`
-        if old != new:
+def _check_unchanged(now: Sources, before: Sequence[str], receipts: Mapping[str, Receipt]) -> None:
+    """Raise `EpochGone` if a source has changed since the original request, which read the states `before`."""
+    for (buffer, state), old in zip(now.states, before, strict=False):  # a first request has no `before`
+        if old != state:
             raise counted_once(f"its input, the buffer {buffer!r}, has changed since", receipts)

@@ -1,0 +1,127 @@
+"""The inputs of a job that come from buffers: as the buffers run, or as an epoch closed with."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from service.api.buffers.preconditions import recalled
+from service.api.buffers.request import RECEIPT_BYTES, RECORD_FACTOR, closed_due
+from service.api.http.body import INLINE_MEMBERS
+from service.api.http.call import Call
+from service.api.operators.job import Job, Use
+from service.buffers.names import BufferName, check_name
+from service.buffers.record import Key, Snapshot, unknown_prefix
+from service.dtypes import Array
+from service.errors import EpochOpen, InvalidParameter, NothingToAverage
+from service.kernels.accumulate import converted
+
+
+class Sources(NamedTuple):
+    """The inputs that buffers hold, and the buffers' states."""
+
+    tensors: Mapping[str, Array]
+    states: Sequence[tuple[str, str]]
+    """The buffer and the state of each input."""
+    running: Mapping[str, str]
+    """The state of each buffer that was read as it runs."""
+
+
+NO_SOURCES = Sources({}, (), {})
+
+
+def expanded(call: Call, job: Job, uses: Sequence[Use]) -> list[Use]:
+    """Return the uses, a prefix as one use for each tensor of the group.
+
+    If the group's names are not fixed, these are the buffers of the prefix. Raises `UnknownBuffer` if there are none,
+    and `TooManyTensors`.
+    """
+    limits, found = call.engine.limits, list[Use]()
+    for use in uses:
+        if not use.is_prefix:
+            found.append(use)
+            continue
+        members: Sequence[str] | None = job.operator.inputs_by_name[use.tensor].members
+        if members is None:
+            names = call.store.names(use.buffer, limits.max_tensors + 2)  # one may have the prefix alone as its name
+            members = [name.removeprefix(use.buffer) for name in names if name != use.buffer]
+            if not members:
+                raise unknown_prefix(use.buffer)
+        limits.check_count(len(found) + len(members))
+        found += [use._replace(tensor=f"{use.tensor}.{one}", buffer=check_name(use.buffer + one)) for one in members]
+    return found
+
+
+def read(call: Call, job: Job) -> Sources:
+    """Read the buffers, in memory that is reserved first: those that run at one moment.
+
+    Raises what `Store.read` raises, `InvalidParameter` for an input that the body has, too, and `NothingToAverage`.
+    """
+    uses = expanded(call, job, job.buffers.sources)
+    for use in uses:
+        if use.tensor in job.tensors:
+            problem = f"{use.tensor} is in the body, but from= takes it from the buffer {use.buffer!r}, too"
+            raise InvalidParameter(problem, parameter="from")
+    _reserve(call, [use.buffer for use in uses], 2 if job.buffers.mean else 1)
+    snapshots = dict[Use, Snapshot]()
+    for epoch in {use.epoch: None for use in uses}:
+        chosen = [use for use in uses if use.epoch == epoch]
+        snapshots.update(zip(chosen, call.store.read([use.buffer for use in chosen], epoch), strict=True))
+    states = {use: snapshots[use].state for use in uses}
+    return Sources(
+        {use.tensor: _value(snapshots.pop(use), job.buffers.mean) for use in uses},
+        [(use.buffer, state) for use, state in states.items()],
+        {use.buffer: state for use, state in states.items() if use.epoch is None},
+    )
+
+
+def _reserve(call: Call, names: Sequence[str], copies: int) -> None:
+    """Reserve memory for the values of these buffers. The records of many take some, too."""
+    if len(names) > INLINE_MEMBERS:
+        call.reserve(RECEIPT_BYTES * len(names) + RECORD_FACTOR * call.store.record_bytes(names))
+    full = [BufferName(call.store.namespace, name) for name in names]
+    found = call.store.look({*full})
+    call.reserve(copies * sum([found[name].spec.nbytes for name in full if name in found]))
+
+
+def _value(snapshot: Snapshot, mean: bool) -> Array:
+    """Return the value; of a closed epoch the mean, if that is wanted."""
+    if snapshot.of is None or not mean:
+        return snapshot.value
+    if not snapshot.of.weight:
+        name = snapshot.record.name
+        problem = f"The weights in {name!r} sum to zero in epoch {snapshot.of.epoch}: there is no mean"
+        raise NothingToAverage(problem, buffer=name, receipt=snapshot.receipt())
+    return converted(snapshot.value, snapshot.value.dtype, snapshot.of.weight)
+
+
+async def until_closed(call: Call, job: Job, key: Key | None) -> None:
+    """Wait until all epochs that the job reads have closed, or until another request has done the same job.
+
+    Raises `EpochOpen` once the timeout is over. What else keeps the job from its inputs, `read` raises.
+    """
+    left: deque[Use] | None = None
+
+    def look() -> None:
+        nonlocal left
+        if recalled(call.store, key) is not None:
+            left = deque()
+        elif left is None:
+            left = deque(expanded(call, job, [use for use in job.buffers.sources if use.epoch is not None]))
+        found = call.store.look({BufferName(call.store.namespace, use.buffer) for use in left})
+        while left:
+            record = found.get(BufferName(call.store.namespace, left[0].buffer))
+            if record is not None and record.epoch <= (left[0].epoch or 0):
+                record.closed_epoch(left[0].epoch or 0)
+            left.popleft()
+
+    async def attempt() -> None:
+        try:
+            await call.look_up(len(left or job.buffers.sources), look)
+        except EpochOpen:
+            if not (left and await closed_due(call, [use.buffer for use in left])):
+                raise
+            await call.look_up(len(left), look)
+
+    await call.wait_for(job.buffers.timeout, attempt)
