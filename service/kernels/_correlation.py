@@ -96,7 +96,8 @@ class Correlation:
             part = blocks[len(blocks) * number // count : len(blocks) * (number + 1) // count]
             for tile in itertools.chain(*part):
                 check_wanted()
-                partner = _flat(tile.of(self.partner))
+                if wants_sums or scattered:
+                    partner = _flat(tile.of(self.partner))
                 if wants_sums or result is not None:
                     seen = self._seen(tile)
                     if result is not None:

@@ -1,59 +1,45 @@
-"""Gradients of Conv and ConvTranspose, with any number of spatial axes.
+"""Conv and ConvTranspose, and their gradients, with any number of spatial axes.
 
-The windows of a convolution with strides see the pixels in phases: each tap sees every stride-th pixel, from one of the
-first on. Within a phase the taps are shifted by whole windows, as in a convolution without strides. float16 and
-bfloat16 are computed in float32 and rounded once. Source of the semantics: ONNX's Conv and ConvTranspose, and ConvGrad
-of ONNX Runtime 1.19.2.
+float16 and bfloat16 are computed in float32 and rounded once. Source of the semantics: ONNX's Conv and
+ConvTranspose, and ConvGrad of ONNX Runtime 1.19.2.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 
 from service.dtypes import FLOAT64, Array
-from service.errors import InvalidParameter, ShapeMismatch
-from service.kernels._blocks import claim, spare_memory
 from service.kernels._checks import check_shape
-from service.kernels._correlation import MATRIX_BYTES, Correlation, Tap
+from service.kernels._convolution import (
+    Shape,
+    Tensors,
+    conv_gradients,
+    conv_transpose_gradients,
+    conv_transpose_windows,
+    conv_windows,
+    work_of,
+)
+from service.kernels._correlation import MATRIX_BYTES
 from service.kernels._narrow import compute_wide, widen_tensor
-from service.kernels._op import op
+from service.kernels._op import check_work, op
 from service.kernels._types import NotNegative, Positive, Rank4, T
-from service.kernels._windows import AutoPad, Phase, Windows, find_phases, make_windows, numbers, padded
+from service.kernels._windows import AutoPad, Windows
 
-COPY_MULTIPLY_ADDS = 10
-"""Multiplications and additions of a product that take as long as to copy a number."""
-
-CALL_MULTIPLY_ADDS = 1 << 16
-"""Multiplications and additions of a product that take as long as NumPy's calls for a tap of a tile."""
+_Gradients = Callable[[Windows, Tensors], None]
 
 _SMALL = [[[[1.0, 2.0], [3.0, 4.0]]]]
 _LARGE = [[[[1.0, 0.0, 2.0], [0.0, 1.0, 0.5], [1.0, 1.0, 0.0]]]]
 _KERNEL = [[[[1.0, 0.0], [0.5, -1.0]]]]
 
 
-def _work(seen: Array, partner: Array, W: Array) -> int:
-    """Return the work of the products, copies and calls for windows over `seen`, for each pixel of `partner` one.
-
-    Nobody has checked the shapes yet.
-    """
-    if not seen.size or not partner.size or not W.size or min(seen.ndim, partner.ndim, W.ndim) < 2:
-        return 0
-    taps, windows = math.prod(W.shape[2:]), partner.size // partner.shape[1]
-    products, copied = partner.size * W.shape[1] * taps, windows * seen.shape[1] * taps
-    calls = taps * (1 + (products + copied) // (MATRIX_BYTES >> 3))
-    return 2 * products + 6 * COPY_MULTIPLY_ADDS * copied + CALL_MULTIPLY_ADDS * calls
-
-
 @op(
     "ConvGrad",
     outputs="dX dW dB",
     example={"dY": _SMALL, "X": _LARGE, "W": _KERNEL},
-    multiply_adds=lambda dY, X, W, **_: _work(X, dY, W),
+    multiply_adds=lambda dY, X, W, **_: work_of(X.shape, dY.shape, W.shape),
 )
 def conv_grad(
     dY: Rank4[T],
@@ -80,20 +66,17 @@ def conv_grad(
     outputs are computed. Raises `ShapeMismatch`, `InvalidParameter`, and `TensorTooLarge` for work of more than about a
     minute.
     """
-    _check_ranks(X, W)
-    windows = make_windows(X.shape[2:], _kernel(W, kernel_shape), strides, dilations, pads, auto_pad)
-    windows.check_fit("X")
-    _check_group("W", W.shape[0], group)
-    check_shape("X", X, X.shape[0], W.shape[1] * group, *X.shape[2:])
+    attributes = {"kernel_shape": kernel_shape, "strides": strides, "pads": pads, "dilations": dilations}
+    windows = conv_windows(X, W, **attributes, group=group, auto_pad=auto_pad)
     check_shape("dY", dY, X.shape[0], W.shape[0], *windows.counts)
-    return _run(dY, X, W, windows, group, wanted, _conv)
+    return _run(dY, X, W, windows, group, wanted, conv_gradients)
 
 
 @op(
     "ConvTransposeGrad",
     outputs="dX dW dB",
     example={"dY": _LARGE, "X": _SMALL, "W": _KERNEL},
-    multiply_adds=lambda dY, X, W, **_: _work(dY, X, W),
+    multiply_adds=lambda dY, X, W, **_: work_of(dY.shape, X.shape, W.shape),
 )
 def conv_transpose_grad(
     dY: Rank4[T],
@@ -119,72 +102,58 @@ def conv_transpose_grad(
     out = in * stride. Both set the pads. ONNX Runtime has no such kernel. Zeros, NaN and `wanted` are as in ConvGrad.
     Raises `ShapeMismatch`, `InvalidParameter`, and `TensorTooLarge` for work of more than about a minute.
     """
-    _check_ranks(X, W)
-    windows = make_windows(X.shape[2:], _kernel(W, kernel_shape), strides, dilations, pads, "NOTSET")
-    windows = _transposed(windows, auto_pad, output_padding, output_shape)
-    _check_group("X", X.shape[1], group)
-    check_shape("X", X, X.shape[0], W.shape[0], *X.shape[2:])
+    attributes = {"kernel_shape": kernel_shape, "strides": strides, "pads": pads, "dilations": dilations}
+    attributes |= {"output_padding": output_padding, "output_shape": output_shape}
+    windows = conv_transpose_windows(X, W, **attributes, group=group, auto_pad=auto_pad)
     check_shape("dY", dY, X.shape[0], W.shape[1] * group, *windows.sizes)
-    return _run(dY, X, W, windows, group, wanted, _conv_transpose)
+    return _run(dY, X, W, windows, group, wanted, conv_transpose_gradients)
 
 
-def _check_ranks(X: Array, W: Array) -> None:
-    if X.ndim < 2:
-        raise ShapeMismatch(f"X has shape {list(X.shape)}, but must have 2 dimensions or more", tensor="X")
-    if W.ndim != X.ndim:
-        problem = f"W has shape {list(W.shape)}, but must have as many dimensions as X, {X.ndim}"
-        raise ShapeMismatch(problem, tensor="W")
+def conv(X: Array, W: Array, B: Array | None = None, /, *, group: int = 1, **attributes: Any) -> Array:
+    """Return Y = Conv(X, W, B), as ONNX defines it: each pixel of Y sees a window of X.
+
+    X [N, C, in...], W [M, C / group, k...], B [M] -> Y [N, M, out...], with the attributes of ConvGrad. Raises
+    `ShapeMismatch`, `InvalidParameter` and `TensorTooLarge`.
+    """
+    windows = conv_windows(X, W, group=group, **attributes)
+    shape = len(X), W.shape[0], *windows.counts
+    check_work("Conv", work_of(X.shape, shape, W.shape))
+    return _forward(X, W, B, shape, windows, group, conv_transpose_gradients)
 
 
-def _kernel(W: Array, kernel_shape: list[int] | None) -> Sequence[int]:
-    if kernel_shape is not None and tuple(kernel_shape) != W.shape[2:]:
-        problem = f"kernel_shape is {kernel_shape[:8]}, but must be {list(W.shape[2:])}, as W says, or left out"
-        raise InvalidParameter(problem, parameter="kernel_shape")
-    if 0 in W.shape[2:]:
-        raise ShapeMismatch(f"W has shape {list(W.shape)}, but its kernel must have elements", tensor="W")
-    return W.shape[2:]
+def conv_transpose(X: Array, W: Array, B: Array | None = None, /, *, group: int = 1, **attributes: Any) -> Array:
+    """Return Y = ConvTranspose(X, W, B), as ONNX defines it: each pixel of X adds to a window of Y.
+
+    X [N, C, in...], W [C, M / group, k...], B [M] -> Y [N, M, out...], with the attributes of ConvTransposeGrad. Raises
+    `ShapeMismatch`, `InvalidParameter` and `TensorTooLarge`.
+    """
+    windows = conv_transpose_windows(X, W, group=group, **attributes)
+    shape = len(X), W.shape[1] * group, *windows.sizes
+    check_work("ConvTranspose", work_of(shape, X.shape, W.shape))
+    return _forward(X, W, B, shape, windows, group, conv_gradients)
 
 
-def _check_group(tensor: str, channels: int, group: int) -> None:
-    if channels % group:
-        problem = f"group is {group}, but must divide the {channels} channels of {tensor}"
-        raise InvalidParameter(problem, parameter="group")
+def _forward(
+    X: Array, W: Array, B: Array | None, shape: Shape, windows: Windows, group: int, gradients: _Gradients
+) -> Array:
+    """Return Y. A convolution is the gradient of X in the other one, from that of Y."""
+    check_shape("B", B, shape[1])
+    given, X, W = X.dtype, widen_tensor(X), widen_tensor(W)
 
+    def fill(memory: Mapping[str, Array]) -> None:
+        Y = memory["Y"]
+        if X.size and W.size and Y.size:
+            gradients(_spatial(windows, len(X)), Tensors.of(X, Y, W, Y, None, group))
+        else:
+            Y[...] = 0
+        if B is not None:
+            np.add(Y, B.astype(Y.dtype, copy=False).reshape(-1, *[1] * (Y.ndim - 2)), out=Y)
 
-def _transposed(
-    windows: Windows, auto_pad: str, output_padding: list[int] | None, output_shape: list[int] | None
-) -> Windows:
-    """Return the windows over Y of ConvTranspose, for each pixel of X one, from windows with the sizes of X."""
-    rank = len(windows.sizes)
-    extra = numbers("output_padding", rank, output_padding, default=0, least=0)
-    terms = zip(windows.sizes, windows.strides, windows.spans, extra, strict=True)
-    whole = [(size - 1) * stride + span + more for size, stride, span, more in terms]
-    if auto_pad != "NOTSET":
-        windows = replace(windows, begins=(0,) * rank, ends=(0,) * rank)
-    if output_shape is not None:
-        sizes = list(numbers("output_shape", rank, output_shape))
-    elif auto_pad.startswith("SAME"):
-        axes = zip(whole, windows.sizes, windows.strides, strict=True)
-        sizes = [min(most, size * stride) for most, size, stride in axes]
-    else:
-        sizes = [size - b - e for size, b, e in zip(whole, windows.begins, windows.ends, strict=True)]
-    if any(size > most for size, most in zip(sizes, whole, strict=True)):
-        raise InvalidParameter(f"output_shape is {sizes}, but must be at most {whole}", parameter="output_shape")
-    if output_shape is not None or auto_pad.startswith("SAME"):
-        windows = padded(windows, [most - size for most, size in zip(whole, sizes, strict=True)], auto_pad)
-    if min(sizes, default=0) < 0:
-        raise InvalidParameter(f"pads leave an output of shape {sizes}", parameter="pads")
-    return replace(windows, sizes=tuple(sizes))
+    return compute_wide({"Y": shape}, given, fill)["Y"]
 
 
 def _run(
-    dY: Array,
-    X: Array,
-    W: Array,
-    windows: Windows,
-    group: int,
-    wanted: Collection[str],
-    compute: Callable[[Windows, _Tensors], None],
+    dY: Array, X: Array, W: Array, windows: Windows, group: int, wanted: Collection[str], compute: _Gradients
 ) -> Any:
     """Return dX, dW and dB, or None for those not wanted."""
     shapes = {"dX": X.shape, "dW": W.shape, "dB": dY.shape[1:2]}
@@ -198,12 +167,15 @@ def _run(
             for name in wants:
                 memory[name][...] = 0
         elif wants:
-            rows = Windows((len(X),), (1,), (1,), (1,), (0,), (0,))
-            tensors = _Tensors.of(dY, X, W, memory.get("dX"), memory.get("dW"), group)
-            compute(rows if X.ndim == 2 else windows, tensors)
+            compute(_spatial(windows, len(X)), Tensors.of(dY, X, W, memory.get("dX"), memory.get("dW"), group))
 
     outputs = compute_wide({name: shape for name, shape in shapes.items() if name in wanted}, given, fill)
     return tuple(map(outputs.get, shapes))
+
+
+def _spatial(windows: Windows, rows: int) -> Windows:
+    """Return the windows, or, without spatial axes, those of the image whose pixels are the rows."""
+    return windows if windows.sizes else Windows((rows,), (1,), (1,), (1,), (0,), (0,))
 
 
 def _channel_sums(dY: Array) -> Array:
@@ -213,87 +185,3 @@ def _channel_sums(dY: Array) -> Array:
         planes = dY[start : start + height].sum(axis=tuple(range(2, dY.ndim)))
         totals += planes.sum(axis=0, dtype=FLOAT64)
     return totals
-
-
-@dataclass(frozen=True)
-class _Tensors:
-    """dY, X and dX as [N, G, channels, pixels...], and W and dW as [G, channels, channels, taps]."""
-
-    dY: Array
-    X: Array
-    W: Array
-    dX: Array | None
-    dW: Array | None
-
-    @classmethod
-    def of(cls, dY: Array, X: Array, W: Array, dX: Array | None, dW: Array | None, group: int) -> _Tensors:
-        """Return the tensors of a call. Without spatial axes they are one image, whose pixels are the rows."""
-
-        def images(tensor: Array) -> Array:
-            tensor = tensor.T[None] if tensor.ndim == 2 else tensor
-            return tensor.reshape(len(tensor), group, -1, *tensor.shape[2:])
-
-        def kernels(tensor: Array) -> Array:
-            return tensor.reshape(group, -1, tensor.shape[1], math.prod(tensor.shape[2:]))
-
-        given = None if dX is None else images(dX), None if dW is None else kernels(dW)
-        return cls(images(dY), images(X), kernels(W), *given)
-
-
-def _conv(windows: Windows, tensors: _Tensors) -> None:
-    """Let the pixels of dY see X, or those of X see dY, whichever takes less time."""
-    dY, X, W, dX, dW = tensors.dY, tensors.X, tensors.W, tensors.dX, tensors.dW
-    M, C = W.shape[1:3]
-    phases = find_phases(windows)
-    if dX is not None and len(phases) < math.prod(windows.strides):
-        dX[...] = 0
-    by_dY = dY.size // M * C * (3 * COPY_MULTIPLY_ADDS + M)
-    by_X = X.size // C * M * (COPY_MULTIPLY_ADDS + C) // math.prod(windows.strides)
-    if by_dY < by_X:
-        scattered = [] if dX is None else [spare_memory(X[pixels].shape, X.dtype) for pixels, _ in phases]
-        for one in scattered:
-            one[...] = 0
-        _see_phases(X, phases, dY, W, dW, scattered=scattered)
-        for (pixels, _), one in zip(phases, scattered, strict=False):
-            if dX is not None:
-                dX[pixels] = one
-        return
-    for pixels, taps in phases:
-        turned = [(number, Tap(0, tuple(-by for by in shift))) for number, shift in taps]
-        result = None if dX is None else dX[pixels]
-        _see([dY], turned, X[pixels], W.swapaxes(1, 2), None if dW is None else dW.swapaxes(1, 2), result=result)
-
-
-def _conv_transpose(windows: Windows, tensors: _Tensors) -> None:
-    """Let the pixels of X see dY."""
-    _see_phases(tensors.dY, find_phases(windows), tensors.X, tensors.W, tensors.dW, result=tensors.dX)
-
-
-def _see_phases(
-    source: Array, phases: Sequence[Phase], partner: Array, W: Array, dW: Array | None, **gradients: Any
-) -> None:
-    """Let each pixel of `partner` see a window over `source`."""
-    if len(phases) > 1:
-        claim(source.nbytes)
-    sources = [np.ascontiguousarray(source[pixels]) for pixels, _ in phases]
-    taps = [(number, Tap(place, shift)) for place, (_, taps) in enumerate(phases) for number, shift in taps]
-    _see(sources, taps, partner, W, dW, **gradients)
-
-
-def _see(
-    sources: Sequence[Array],
-    taps: Sequence[tuple[int, Tap]],
-    partner: Array,
-    W: Array,
-    dW: Array | None,
-    **gradients: Any,
-) -> None:
-    """Correlate `sources` and `partner`, whose channels are the third and the second axis of W."""
-    numbers = [number for number, _ in taps]
-    order: Any = numbers if numbers != [*range(W.shape[3])] else slice(None)
-    claim(W.nbytes)
-    weight = W[..., order].swapaxes(2, 3).reshape(*W.shape[:2], -1)
-    correlation = Correlation(sources, partner, [tap for _, tap in taps])
-    sums = correlation.run(weight, wants_sums=dW is not None, **gradients)
-    if sums is not None and dW is not None:
-        dW[..., order] = sums.transpose(0, 3, 2, 1)

@@ -1,24 +1,24 @@
-"""Gradients of MaxPool and AveragePool, with one spatial axis or more.
+"""MaxPool, AveragePool and LpPool, and the gradients of the first two, with one spatial axis or more.
 
-The shape of X is an input. float16 and bfloat16 are added in float32 and rounded once. Source of the semantics: the
-CPU kernels of ONNX Runtime 1.19.2, and its forward operators where the gradients are wrong.
+The gradients take the shape of X. float16 and bfloat16 are added in float32 and rounded once. Source of the semantics:
+the CPU kernels of ONNX Runtime 1.19.2, and its forward operators where the gradients are wrong.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from service.dtypes import Array, compute_dtype
+from service.dtypes import INT64, Array, compute_dtype
 from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch
 from service.kernels._blocks import block_length, check_wanted, claim, new_output, scratch, share_out
 from service.kernels._checks import check_shape, same_shapes
 from service.kernels._narrow import compute_wide, narrow, widen
-from service.kernels._op import op
+from service.kernels._op import check_work, op
+from service.kernels._pool_axes import Axis, axes_of, elements_of
 from service.kernels._scatter import clear, output_size, read_shape
 from service.kernels._types import Bit, NotNegative, Positive, Rank4, Shape, T, Tind
 from service.kernels._windows import AutoPad, Windows, make_windows, same
@@ -158,14 +158,15 @@ def average_pool_grad(
     if auto_pad.startswith("SAME"):
         windows = same(windows, windows.kernel, auto_pad)
     windows.check_fit("X")
-    axes = _axes(dY, windows, bool(ceil_mode))
+    axes = axes_of(windows, dY.shape[2:], ceil=bool(ceil_mode))
+    check_shape("dY", dY, *dims[:2], *(axis.count for axis in axes))
     output: Any = new_output(None, dims, dY.dtype)
     if not dY.size or not output.size:
         clear(output)
         return output
     planes, target = dY.reshape(-1, *dY.shape[2:]), output.reshape(-1, *dims[2:])
     dtype = compute_dtype(dY.dtype)
-    divisors = np.asarray(math.prod(windows.kernel) if count_include_pad else _elements(axes), dtype)
+    divisors = np.asarray(math.prod(windows.kernel) if count_include_pad else elements_of(axes), dtype)
     height = max(1, block_length(dY.dtype, 2) // max(math.prod(dims[2:]), math.prod(dY.shape[2:])))
 
     def spread(number: int) -> None:
@@ -186,67 +187,103 @@ def average_pool_grad(
     return output
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """The windows along an axis of X. Tap t of window w lies at w * stride + t * dilation - begin."""
+def max_pool(
+    X: Array, /, *, indices: bool = False, ceil_mode: int = 0, storage_order: Literal[0] = 0, **attributes: Any
+) -> tuple[Array, ...]:
+    """Return Y = MaxPool(X), as ONNX defines it, and with `indices` the Indices that MaxPoolGrad takes.
 
-    size: int
-    count: int
-    kernel: int
-    stride: int
-    dilation: int
-    begin: int
+    X is [N, C, in...], and Y and Indices are [N, C, out...]. The attributes are those of AveragePoolGrad, and
+    `kernel_shape` is that of X if left out. NaN in a window makes its Y NaN. An index of -1 stands for a window in the
+    padding. Raises `ShapeMismatch`, `InvalidParameter` and `TensorTooLarge`.
+    """
+    axes = _axes(X, _windows(X, **attributes), ceil_mode)
+    places = new_output(None, (*X.shape[:2], *(axis.count for axis in axes)), INT64) if indices else None
+    floating = X.dtype.kind not in "iu"
+    Y = _fold(X, axes, np.maximum, -np.inf if floating else np.iinfo(X.dtype).min, indices=places)
+    return (Y,) if places is None else (Y, places)
 
-    def elements(self) -> Array:
-        """Return how many elements of X each window has."""
-        first = np.arange(self.count) * self.stride - self.begin
-        low, high = (-((first - end) // self.dilation) for end in (0, self.size))
-        return np.maximum(0, np.minimum(high, self.kernel) - np.maximum(low, 0))
 
-    def spread(self, block: Array, out: Array, axis: int) -> Array:
-        """Fill `out` with zeros, and add each element of `block` to all elements of its window along the axis."""
-        before = (slice(None),) * axis
-        moves = list(self._moves())
-        apart = self.stride > (self.kernel - 1) * self.dilation
-        if not apart or sum(len(range(*place.indices(self.size))) for place, _ in moves) < self.size:
-            out[...] = 0
-        for place, window in moves:
-            if apart:
-                out[(*before, place)] = block[(*before, window)]
+def average_pool(X: Array, /, *, ceil_mode: int = 0, count_include_pad: int = 0, **attributes: Any) -> Array:
+    """Return Y = AveragePool(X), whose windows are those of AveragePoolGrad. The rest is as in `max_pool`."""
+    windows = _windows(X, **attributes)
+    if attributes.get("auto_pad", "").startswith("SAME"):
+        windows = same(windows, windows.kernel, attributes["auto_pad"])
+    axes = _axes(X, windows, ceil_mode)
+    divisors = math.prod(windows.kernel) if count_include_pad else elements_of(axes)
+    return _fold(X, axes, np.add, 0, finish=lambda sums: np.divide(sums, divisors, out=sums, casting="same_kind"))
+
+
+def lp_pool(X: Array, /, *, p: int = 2, ceil_mode: int = 0, **attributes: Any) -> Array:
+    """Return Y = sum(|x| ** p) ** (1 / p) over each window of X. The rest is as in `max_pool`."""
+    axes = _axes(X, _windows(X, **attributes), ceil_mode)
+    powers = np.abs(X) ** X.dtype.type(p)
+    return _fold(powers, axes, np.add, 0, finish=lambda sums: np.power(sums, sums.dtype.type(1 / p), out=sums))
+
+
+def _windows(
+    X: Array,
+    *,
+    kernel_shape: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    dilations: Sequence[int] | None = None,
+    auto_pad: str = "NOTSET",
+) -> Windows:
+    if X.ndim < 3:
+        raise ShapeMismatch(f"X has shape {list(X.shape)}, but must have 3 dimensions or more", tensor="X")
+    sizes = X.shape[2:]
+    return make_windows(sizes, sizes if kernel_shape is None else kernel_shape, strides, dilations, pads, auto_pad)
+
+
+def _axes(X: Array, windows: Windows, ceil_mode: int) -> list[Axis]:
+    windows.check_fit("X")
+    axes = axes_of(windows, None, ceil=bool(ceil_mode))
+    size = max(X.size, math.prod([*X.shape[:2], *(axis.count for axis in axes)]))
+    check_work("The pool", 2 * size * sum(min(axis.kernel, axis.size) for axis in axes))
+    return axes
+
+
+def _fold(
+    X: Array,
+    axes: Sequence[Axis],
+    fold: np.ufunc,
+    least: float,
+    *,
+    finish: Callable[[Array], object] = lambda block: None,
+    indices: Array | None = None,
+) -> Array:
+    """Return the fold over each window of X, which begins with `least`, after `finish`. Fill `indices`, if given."""
+    counts, dtype, size = [axis.count for axis in axes], compute_dtype(X.dtype), math.prod(X.shape[2:])
+    Y: Array = new_output(None, (*X.shape[:2], *counts), X.dtype)
+    count = math.prod(X.shape[:2])
+    planes, target = X.reshape(count, *X.shape[2:]), Y.reshape(count, *counts)
+    height = max(1, block_length(X.dtype, 2) // max(1, size, math.prod(counts)))
+    numbers = np.arange(size).reshape(X.shape[2:])
+
+    def pool(number: int) -> None:
+        part = slice(number * height, (number + 1) * height)
+        block, result = planes[part], target[part]
+        block = block if block.dtype == dtype else widen(block, 0)
+        places = np.broadcast_to(numbers, block.shape)
+        for depth, axis in reversed([*enumerate(axes, 1)]):
+            shape = (*block.shape[:depth], axis.count, *block.shape[depth + 1 :])
+            is_last = depth == 1 and result.dtype == dtype
+            out = result if is_last else scratch(2 * depth, math.prod(shape), dtype).reshape(shape)
+            out[...] = least
+            if indices is None:
+                axis.gather(block, out, depth, fold)
             else:
-                out[(*before, place)] += block[(*before, window)]
-        return out
+                found = scratch(2 * depth, math.prod(shape), INT64).reshape(shape)
+                found[...] = -1
+                axis.find(block, out, depth, places, found)
+                places = found
+            block = out
+        finish(block)
+        if result.dtype != dtype:
+            narrow(block, result, (0, 1))
+        if indices is not None:
+            first = ((part.start + np.arange(len(block))) * size).reshape(-1, *[1] * len(counts))
+            np.copyto(indices.reshape(target.shape)[part], np.where(places < 0, -1, places + first))
 
-    def _moves(self) -> Iterator[tuple[slice, slice]]:
-        """Yield, tap by tap or window by window, elements of X and the windows that they get the gradient of."""
-        by_tap = self.kernel <= self.count
-        step, count = (self.stride, self.count) if by_tap else (self.dilation, self.kernel)
-        for number in range(self.kernel if by_tap else self.count):
-            first = number * (self.dilation if by_tap else self.stride) - self.begin
-            low, high = max(0, -(first // step)), min(count, -((first - self.size) // step))
-            if low < high:
-                windows = slice(low, high) if by_tap else slice(number, number + 1)
-                yield slice(first + low * step, first + (high - 1) * step + 1, step), windows
-
-
-def _axes(dY: Array, windows: Windows, ceil: bool) -> list[_Axis]:
-    """Return the axes. Raises `ShapeMismatch` unless dY has all windows, or with `ceil` all that begin inside."""
-    counts = list(windows.counts)
-    for axis, (room, stride, size, begin) in enumerate(
-        zip(windows.rooms, windows.strides, windows.sizes, windows.begins, strict=True)
-    ):
-        if ceil:
-            counts[axis] = -(-room // stride) + 1
-            if dY.shape[2 + axis] == counts[axis] - 1 and dY.shape[2 + axis] * stride >= size + begin:
-                counts[axis] -= 1
-    check_shape("dY", dY, *dY.shape[:2], *counts)
-    parts = (windows.sizes, counts, windows.kernel, windows.strides, windows.dilations, windows.begins)
-    return [_Axis(*numbers) for numbers in zip(*parts, strict=True)]
-
-
-def _elements(axes: Sequence[_Axis]) -> Array:
-    """Return how many elements of X each window has. Those without any are not divided by 0 here, nor spread."""
-    product: Array = np.ones((), np.int64)
-    for axis in axes:
-        product = np.multiply.outer(product, axis.elements())
-    return np.maximum(product, 1)
+    share_out(pool, -(-count // height))
+    return Y

@@ -1,0 +1,169 @@
+"""Layers with their inputs and attributes, and the same functions in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+from torch.nn import functional as F
+
+from service.dtypes import Array
+
+RANDOM = np.random.default_rng(46)
+
+
+class Layer(NamedTuple):
+    """A node, and its function in PyTorch, which has the node's inputs."""
+
+    op: str
+    torch: Callable[..., Any]
+    inputs: tuple[Array | None, ...]
+    attributes: dict[str, Any]
+    opset: int = 21
+
+
+def numbers(*shape: int) -> Array:
+    return RANDOM.normal(size=shape)
+
+
+LAYERS: dict[str, Layer] = {}
+
+
+def layer(case: str, function: Callable[..., Any], *inputs: Array | None, opset: int = 21, **attributes: Any) -> None:
+    """Add a layer. The case begins with the operator."""
+    assert case not in LAYERS
+    LAYERS[case] = Layer(case.split()[0], function, inputs, attributes, opset)
+
+
+def convolution(case: str, rank: int, size: int, kernel: int, stride: int, pad: int, dilation: int, group: int) -> None:
+    """Add a Conv and a ConvTranspose of 4 channels to 6, or 6 to 4."""
+    attributes: dict[str, Any] = {"strides": [stride] * rank, "pads": [pad] * 2 * rank, "dilations": [dilation] * rank}
+    options = {"stride": stride, "padding": pad, "dilation": dilation, "groups": group}
+    conv, transpose = getattr(F, f"conv{rank}d"), getattr(F, f"conv_transpose{rank}d")
+    W, X = numbers(6, 4 // group, *[kernel] * rank), numbers(2, 4, *[size] * rank)
+    layer(f"Conv {case}", lambda *given: conv(*given, **options), X, W, numbers(6), group=group, **attributes)
+    extra = [stride - 1] * rank
+    layer(
+        f"ConvTranspose {case}",
+        lambda *given: transpose(*given, output_padding=extra, **options),
+        *(numbers(2, 6, *[size // 2] * rank), W, numbers(4 // group * group)),
+        **(attributes | {"group": group, "output_padding": extra}),
+    )
+
+
+convolution("of one axis", 1, 9, 3, 2, 1, 1, 1)
+convolution("with strides", 2, 8, 3, 2, 1, 1, 1)
+convolution("with dilations and groups", 2, 7, 3, 1, 2, 2, 2)
+convolution("of three axes", 3, 6, 2, 2, 0, 1, 1)
+layer("Conv without a bias", F.conv2d, numbers(2, 3, 5, 5), numbers(4, 3, 2, 2))
+layer(
+    "Conv SAME",
+    lambda X, W: F.conv2d(F.pad(X, (0, 1, 0, 1)), W),
+    numbers(1, 2, 4, 5),
+    numbers(3, 2, 2, 2),
+    auto_pad="SAME_UPPER",
+)
+
+
+def pools(case: str, rank: int, size: int, kernel: int, stride: int, pad: int, ceil: bool = False) -> None:
+    """Add a MaxPool and an AveragePool."""
+    X, options = numbers(2, 3, *[size] * rank), {"stride": stride, "padding": pad, "ceil_mode": ceil}
+    attributes: dict[str, Any] = {"kernel_shape": [kernel] * rank, "strides": [stride] * rank, "pads": [pad] * 2 * rank}
+    most, average = getattr(F, f"max_pool{rank}d"), getattr(F, f"avg_pool{rank}d")
+    layer(f"MaxPool {case}", lambda X: most(X, kernel, **options), X, **attributes, ceil_mode=int(ceil))
+    include = not ceil and rank > 1
+    layer(
+        f"AveragePool {case}",
+        lambda X: average(X, kernel, count_include_pad=include, **options),
+        X,
+        **attributes,
+        ceil_mode=int(ceil),
+        count_include_pad=int(include),
+    )
+
+
+pools("of one axis", 1, 9, 3, 2, 1)
+pools("that overlaps", 2, 6, 3, 1, 1)
+pools("of three axes", 3, 5, 2, 2, 0)
+pools("that sticks out", 2, 7, 3, 2, 1, ceil=True)
+pools("with one window", 2, 5, 5, 1, 0)
+layer(
+    "MaxPool with dilations",
+    lambda X: F.max_pool2d(X, 2, 1, 0, 2),
+    numbers(1, 2, 5, 5),
+    kernel_shape=[2, 2],
+    dilations=[2, 2],
+)
+layer("GlobalAveragePool", lambda X: X.mean((2, 3), keepdim=True), numbers(2, 3, 4, 5))
+layer("GlobalMaxPool", lambda X: X.amax((2, 3), keepdim=True), numbers(2, 3, 4, 5))
+layer("GlobalLpPool", lambda X: (X.abs() ** 3).sum((2, 3), keepdim=True) ** (1 / 3), numbers(2, 3, 4, 5), p=3)
+layer("LpPool", lambda X: (F.avg_pool2d(X * X, 2) * 4) ** 0.5, numbers(2, 3, 4, 4), kernel_shape=[2, 2], strides=[2, 2])
+
+
+def batch_norm(training: bool) -> Callable[..., Tensor]:
+    return lambda X, scale, B, mean, var: F.batch_norm(X, mean, var, scale, B, training=training)
+
+
+CHANNELS = numbers(3), numbers(3), numbers(3), np.abs(numbers(3)) + 0.5
+layer("BatchNormalization", batch_norm(False), numbers(4, 3, 2, 2), *CHANNELS)
+layer("BatchNormalization of opset 13", batch_norm(False), numbers(4, 3, 2, 2), *CHANNELS, opset=13)
+layer("BatchNormalization in training", batch_norm(True), numbers(4, 3, 2, 2), *CHANNELS, training_mode=1)
+layer("BatchNormalization of rows", batch_norm(True), numbers(4, 3), *CHANNELS, training_mode=1)
+layer(
+    "LayerNormalization",
+    lambda X, scale, B: F.layer_norm(X, (5,), scale, B),
+    3 * numbers(2, 4, 5) + 1,
+    numbers(5),
+    numbers(5),
+)
+layer(
+    "LayerNormalization of two axes",
+    lambda X, scale: F.layer_norm(X, (4, 5), scale, eps=1e-3),
+    numbers(2, 4, 5),
+    numbers(4, 5),
+    axis=1,
+    epsilon=1e-3,
+)
+layer(
+    "LayerNormalization with one scale",
+    lambda X, scale, B: F.layer_norm(X, (4, 5)) * scale + B,
+    numbers(2, 4, 5),
+    numbers(1),
+    numbers(4, 1),
+    axis=-2,
+)
+layer("SimplifiedLayerNormalization", lambda X, scale: F.rms_norm(X, (5,), scale, 1e-5), numbers(2, 4, 5), numbers(5))
+layer(
+    "RMSNormalization",
+    lambda X, scale: F.rms_norm(X, (4, 5), scale, 1e-5),
+    numbers(2, 4, 5),
+    numbers(4, 5),
+    axis=1,
+    opset=23,
+)
+layer(
+    "InstanceNormalization",
+    lambda X, scale, B: F.instance_norm(X, weight=scale, bias=B),
+    numbers(2, 3, 4, 5),
+    numbers(3),
+    numbers(3),
+)
+layer(
+    "GroupNormalization",
+    lambda X, scale, B: F.group_norm(X, 2, scale, B),
+    numbers(2, 4, 3, 2),
+    numbers(4),
+    numbers(4),
+    num_groups=2,
+)
+layer(
+    "GroupNormalization of opset 18",
+    lambda X, scale, B: F.group_norm(X, 2) * scale.repeat_interleave(2)[:, None] + B.repeat_interleave(2)[:, None],
+    numbers(3, 4, 5),
+    numbers(2),
+    numbers(2),
+    num_groups=2,
+    opset=18,
+)

@@ -1,0 +1,105 @@
+"""Convolutions, pools and normalizations, against PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from service.dtypes import BFLOAT16, FLOAT16, Array
+from service.errors import GradserveError, InvalidGraph
+from service.graphs.nodes import step_of
+from service.graphs.plan import Node
+from tests.graphs.layers import LAYERS, Layer
+
+each_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+
+
+def node(op: str, inputs: int, outputs: int = 1, opset: int = 21, **attributes: Any) -> Node:
+    names = tuple(f"x{k}" for k in range(inputs)), tuple(f"y{k}" for k in range(outputs))
+    return Node(op, "", opset, names[0], names[1], attributes)
+
+
+def run(layer: Layer, *given: Array | None, outputs: int = 1) -> Any:
+    return step_of(node(layer.op, len(given), outputs, layer.opset, **layer.attributes)).function(*given)
+
+
+@each_layer
+def test_a_layer_gives_what_pytorch_gives(layer: Layer) -> None:
+    given = [torch.from_numpy(one.copy()) for one in layer.inputs if one is not None]
+    expected = layer.torch(*given).numpy()
+    got = run(layer, *layer.inputs)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@each_layer
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), FLOAT16, BFLOAT16])
+def test_a_layer_of_narrower_floats_is_rounded_once(layer: Layer, dtype: Any) -> None:
+    given = [None if one is None else one.astype(dtype) for one in layer.inputs]
+    wide = [None if one is None else one.astype(np.float64) for one in given]
+    got, expected = run(layer, *given), run(layer, *wide)
+    assert got.dtype == dtype
+    rounding = {np.dtype(np.float32): 2e-6, FLOAT16: 6e-4, BFLOAT16: 5e-3}[dtype]
+    np.testing.assert_allclose(got.astype(np.float64), expected, rtol=rounding, atol=rounding * np.abs(expected).max())
+
+
+def test_the_indices_of_a_pool_are_places_in_all_of_the_tensor() -> None:
+    X = np.round(np.random.default_rng(1).normal(size=(2, 3, 6, 6)), 1)  # with equal numbers: the first one counts
+    pool = Layer("MaxPool", lambda X: None, (X,), {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1] * 4})
+    Y, indices = run(pool, X, outputs=2)
+    expected, places = torch.nn.functional.max_pool2d(torch.from_numpy(X), 3, 2, 1, return_indices=True)
+    assert Y.tolist() == expected.tolist()
+    assert indices.dtype == np.int64
+    assert indices.tolist() == (places.numpy() + np.arange(6).reshape(2, 3, 1, 1) * 36).tolist()
+    assert (X.reshape(-1)[indices] == Y).all()
+
+
+def test_pools_take_bytes_and_nan() -> None:
+    pool = Layer("MaxPool", lambda X: None, (), {"kernel_shape": [2], "storage_order": 0})
+    assert run(pool, np.array([[[3, 200, 7]]], np.uint8)).tolist() == [[[200, 200]]]
+    assert np.isnan(run(pool, np.array([[[1, np.nan, 2, 1]]]))).tolist() == [[[True, True, False]]]
+    outside = Layer("MaxPool", lambda X: None, (), {"kernel_shape": [1], "pads": [1, 0]})
+    Y, indices = run(outside, np.array([[[5.0]]]), outputs=2)
+    assert (Y.tolist(), indices.tolist()) == ([[[-np.inf, 5.0]]], [[[-1, 0]]])
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "detail"),
+    [
+        ("Conv", {"strides": [0, 1]}, "strides is .*, but must be .* of at least 1"),
+        ("Conv", {"padding": [1]}, "Conv has no attribute 'padding'"),
+        ("AveragePool", {}, "AveragePool needs the attribute kernel_shape"),
+        ("LpPool", {"kernel_shape": [2], "p": 0}, "p is 0, but must be an integer of at least 1"),
+        ("GlobalLpPool", {"p": "two"}, "p is 'two', but must be an integer of at least 1"),
+        ("GroupNormalization", {}, "num_groups is 0, but must be an integer of at least 1"),
+    ],
+)
+def test_wrong_attributes_are_refused_at_upload(op: str, attributes: dict[str, Any], detail: str) -> None:
+    with pytest.raises(InvalidGraph, match=detail):
+        step_of(node(op, 1, **attributes))
+
+
+X = np.ones((1, 4, 5, 5))
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "attributes", "detail"),
+    [
+        ("Conv", [X, np.ones((2, 3, 3, 3))], {}, r"X has shape \[1, 4, 5, 5\], but must have \[1, 3, 5, 5\]"),
+        ("Conv", [X, np.ones((2, 4, 3, 3)), np.ones(3)], {}, r"B has shape \[3\], but must have \[2\]"),
+        ("Conv", [X, np.ones((2, 4, 3, 3))], {"pads": [1 << 21] * 4}, "multiplications and additions"),
+        ("ConvTranspose", [X, np.ones((4, 2, 3, 3))], {"strides": [1 << 30] * 2}, "does not fit in memory"),
+        ("MaxPool", [X], {"kernel_shape": [9, 1]}, "a window takes 9"),
+        ("MaxPool", [X], {"kernel_shape": [1 << 30] * 2, "pads": [1 << 30] * 4}, "multiplications and additions"),
+        ("AveragePool", [X[0, 0]], {"kernel_shape": []}, "must have 3 dimensions or more"),
+        ("LayerNormalization", [X, np.ones(4)], {}, r"scale has shape \[4\], which cannot be broadcast to \[5\]"),
+        ("GroupNormalization", [X, np.ones(4), np.ones(4)], {"num_groups": 3}, "3 groups of channels"),
+        ("InstanceNormalization", [X, np.ones(3), np.ones(3)], {}, r"scale has shape \[3\], but must have \[4\]"),
+    ],
+)
+def test_wrong_tensors_are_refused(op: str, given: list[Array], attributes: dict[str, Any], detail: str) -> None:
+    with pytest.raises(GradserveError, match=detail):
+        step_of(node(op, len(given), **attributes)).function(*given)
