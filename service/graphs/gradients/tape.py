@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from inspect import signature
 from itertools import count
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from service.dtypes import Array
+from service.graphs.gradients.arrays import unbroadcast
 from service.graphs.plan import Node, Step
 
 Rule: TypeAlias = Callable[..., Sequence[str | None]]
@@ -23,15 +27,82 @@ R = TypeVar("R", bound=Rule)
 RULES: dict[tuple[str, str], Rule] = {}
 """The rule of each operator, by domain and name."""
 
+OUTPUTS: dict[tuple[str, str], int] = {}
+"""How many outputs a rule reads, if they are more than those that every model names."""
 
-def rule(*ops: str, domain: str = "") -> Callable[[R], R]:
-    """Make the decorated function the rule of these operators."""
+FLOAT_TYPES = (1, 10, 11, 16)
+"""The numbers of the floating dtypes in ONNX's `TensorProto`."""
+
+
+def rule(*ops: str, domain: str = "", outputs: int = 0) -> Callable[[R], R]:
+    """Make the decorated function the rule of these operators. It reads the first `outputs`: see `completed`."""
 
     def register(function: R) -> R:
         RULES.update({(domain, op): function for op in ops})
+        OUTPUTS.update({(domain, op): outputs for op in ops})
         return function
 
     return register
+
+
+@rule(
+    *("And", "ArgMax", "ArgMin", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Ceil"),
+    *("ConstantOfShape", "Equal", "EyeLike", "Floor", "Greater", "GreaterOrEqual", "Hardmax", "IsInf", "IsNaN", "Less"),
+    *("LessOrEqual", "NonZero", "Not", "OneHot", "Or", "RandomNormalLike", "RandomUniformLike", "Range", "Round"),
+    *("Shape", "Sign", "Size", "Xor"),
+)
+def no_gradient(tape: Tape, node: Node, *gradients: str) -> Sequence[None]:
+    """The rule of operators whose outputs are constant where they are smooth: the walk ends there."""
+    return ()
+
+
+def gradients(
+    op: str, *functions: Callable[..., Array] | None, domain: str = "", outputs: int = 0, broadcast: bool = False
+) -> None:
+    """Make a rule of functions: one for each input, in order, that returns its gradient. None stands for no gradient.
+
+    The parameters say what a function reads: `dY`, the inputs `A` (or `X`) to `E`, the outputs `Y` and `Z`, the `shape`
+    of its input, and, if they are keyword-only, attributes. With `broadcast`, a gradient is then summed to that shape.
+    """
+
+    def apply(tape: Tape, node: Node, dY: str, *_: str) -> list[str | None]:
+        tensors = dict(zip("ABCDE", node.inputs, strict=False)) | dict(zip("YZ", node.outputs, strict=False))
+        tensors |= {"X": node.inputs[0], "dY": dY}
+
+        def gradient(tensor: str, function: Callable[..., Array]) -> str:
+            parameters = signature(function).parameters.values()
+            keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+            given = {name: value for name, value in node.attributes.items() if name in keywords}
+            reads = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
+            names = [tape.shape(tensor) if name == "shape" else tensors.get(name, "") for name in reads]
+            result: str = tape.call(partial(function, **given), *names)
+            return tape.like(result, tensor) if broadcast else result
+
+        pairs = zip(node.inputs, functions, strict=False)
+        return [gradient(tensor, function) if tensor and function else None for tensor, function in pairs]
+
+    rule(op, domain=domain, outputs=outputs)(apply)
+
+
+F = TypeVar("F", bound=Callable[..., Array])
+
+
+def gradient_of(*ops: str, domain: str = "", outputs: int = 0) -> Callable[[F], F]:
+    """Make the decorated function the gradient of the first input of these operators: see `gradients`."""
+
+    def register(function: F) -> F:
+        for op in ops:
+            gradients(op, function, domain=domain, outputs=outputs)
+        return function
+
+    return register
+
+
+def completed(node: Node) -> Node:
+    """Return the node with names for the outputs that its rule reads and the model leaves out."""
+    missing = OUTPUTS.get((node.domain, node.op), 0) - len(node.outputs)
+    outputs = (*node.outputs, *[""] * missing)
+    return replace(node, outputs=tuple(name or f"~{outputs[0]}.{k}" for k, name in enumerate(outputs)))
 
 
 class Tape:
@@ -40,7 +111,7 @@ class Tape:
     def __init__(self, steps: Iterable[Step]) -> None:
         self._steps, self._numbers = [*steps], count()
         self._early: dict[str, list[Step]] = {}
-        self._shapes: dict[str, str] = {}
+        self._known: dict[tuple[Callable[..., Any], str], str] = {}
         self.constants: dict[str, Any] = {}
         """The tensors that rules have made."""
         self.label = ""
@@ -51,22 +122,29 @@ class Tape:
 
         A name is no name of the model, as it begins with a tilde.
         """
-        names = tuple(f"~{next(self._numbers)}" for _ in range(outputs))
+        names = tuple(self._name() for _ in range(outputs))
         self._steps.append(Step(function, inputs, names, f"The gradient of {self.label}"))
         return names[0] if outputs == 1 else names
 
     def constant(self, value: Any) -> str:
         """Return the name of a value that is known now."""
-        name = f"~{next(self._numbers)}"
+        name = self._name()
         self.constants[name] = value
         return name
 
+    def _name(self) -> str:
+        return f"~{next(self._numbers)}"
+
     def shape(self, tensor: str) -> str:
-        """Return the name of a tensor's shape, a tuple of ints. It is read early, so that the tensor can die."""
-        if tensor not in self._shapes:
-            name = self._shapes[tensor] = f"~{next(self._numbers)}"
-            self._early.setdefault(tensor, []).append(Step(np.shape, (tensor,), (name,), self.label))
-        return self._shapes[tensor]
+        """Return the name of a tensor's shape, a tuple of ints."""
+        return self.early(np.shape, tensor)
+
+    def early(self, function: Callable[[Any], Any], tensor: str) -> str:
+        """Return the name of what the function says of a tensor. It runs early, so that the tensor can die."""
+        if (function, tensor) not in self._known:
+            name = self._known[function, tensor] = self._name()
+            self._early.setdefault(tensor, []).append(Step(function, (tensor,), (name,), self.label))
+        return self._known[function, tensor]
 
     def like(self, gradient: str, tensor: str) -> str:
         """Return the name of the gradient, summed to the shape of a tensor that was broadcast."""
@@ -114,12 +192,18 @@ def differentiate(tape: Tape, nodes: Sequence[Node], loss: str, trained: Collect
 
 
 def dependent(nodes: Iterable[Node], tensors: Iterable[str]) -> set[str]:
-    """Return the tensors, and all that are computed from them."""
+    """Return the tensors, and all that have a gradient with respect to them."""
     dependents = {*tensors}
     for node in nodes:
-        if not dependents.isdisjoint(node.inputs):
+        if not dependents.isdisjoint(node.inputs) and not _is_constant(node):
             dependents |= {*node.outputs} - {""}
     return dependents
+
+
+def _is_constant(node: Node) -> bool:
+    """Return whether no gradient goes through the node."""
+    to_integers = node.op == "Cast" and node.attributes["to"] not in FLOAT_TYPES
+    return to_integers or RULES.get((node.domain, node.op)) is no_gradient
 
 
 def without_rule(nodes: Sequence[Node], loss: str, trained: Collection[str]) -> list[Node]:
@@ -132,13 +216,3 @@ def without_rule(nodes: Sequence[Node], loss: str, trained: Collection[str]) -> 
         if (node.domain, node.op) not in RULES:
             lacking.append(node)
     return lacking[::-1]
-
-
-def unbroadcast(gradient: Array, shape: tuple[int, ...]) -> Array:
-    """Return the gradient, summed over the axes along which a tensor of this shape was broadcast."""
-    if gradient.shape == shape:
-        return gradient
-    extra = gradient.ndim - len(shape)
-    axes = (*range(extra), *(extra + k for k, n in enumerate(shape) if n == 1 and gradient.shape[extra + k] != 1))
-    total: Array = gradient.sum(axis=axes, keepdims=True)
-    return total.reshape(shape)

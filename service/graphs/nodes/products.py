@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from service.dtypes import Array
-from service.graphs.nodes.elementwise import apply
+from service.dtypes import Array, compute_dtype
+from service.graphs.nodes.elementwise import apply, narrowed
 from service.graphs.nodes.table import Function, maker
 from service.graphs.plan import Node
 from service.kernels import OPERATORS, check_work
@@ -48,8 +48,10 @@ def _einsum(node: Node) -> Function:
     equation = node.attributes["equation"].replace(" ", "")
 
     def einsum(*arrays: Array) -> Array:
-        path, _ = np.einsum_path(equation, *arrays, optimize="greedy")
-        result: Array = np.einsum(equation, *arrays, optimize=path)
-        return result
+        dtype = arrays[0].dtype
+        wide = [one.astype(compute_dtype(dtype), copy=False) for one in arrays]
+        path, _ = np.einsum_path(equation, *wide, optimize="greedy")
+        result: Array = np.einsum(equation, *wide, optimize=path)
+        return result if result.dtype == dtype else narrowed(result, dtype)
 
     return einsum

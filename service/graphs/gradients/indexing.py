@@ -1,0 +1,112 @@
+"""The gradients of operators that read or write elements by their indices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from service.dtypes import INT64, Array
+from service.graphs.gradients.tape import Tape, gradient_of, rule
+from service.graphs.plan import Node
+from service.kernels.gather import gather_grad
+from service.kernels.indexing import gather_elements_grad, gather_nd_grad, slice_grad
+
+Shape = tuple[int, ...]
+
+
+@gradient_of("Gather")
+def _gather(dY: Array, shape: Shape, B: Array, *, axis: int = 0) -> Array:
+    return gather_grad(np.array(shape, INT64), B, dY, axis=axis)
+
+
+@gradient_of("GatherND")
+def _gather_nd(dY: Array, shape: Shape, B: Array, *, batch_dims: int = 0) -> Array:
+    return gather_nd_grad(np.array(shape, INT64), B, dY, batch_dims=batch_dims)
+
+
+@gradient_of("GatherElements")
+def _gather_elements(dY: Array, shape: Shape, B: Array, *, axis: int = 0) -> Array:
+    return gather_elements_grad(dY, np.array(shape, INT64), B, axis=axis)
+
+
+@gradient_of("TopK", outputs=2)
+def _top_k(dY: Array, shape: Shape, Z: Array, *, axis: int = -1) -> Array:
+    return gather_elements_grad(dY, np.array(shape, INT64), Z, axis=axis)
+
+
+@gradient_of("Slice")
+def _slice(dY: Array, shape: Shape, B: Array, C: Array, D: Array | None, E: Array | None) -> Array:
+    return slice_grad(dY, np.array(shape, INT64), B, C, D, E)
+
+
+Place = Callable[[Array], tuple[Array, ...]]
+"""A function of the indices. It returns NumPy's index of the elements that they choose."""
+
+
+@rule("ScatterElements", "ScatterND")
+def _scatter(tape: Tape, node: Node, dY: str) -> list[str | None]:
+    data, indices, updates = node.inputs
+    Y, reduction = node.outputs[0], node.attributes.get("reduction", "none")
+    place = _rows if node.op == "ScatterND" else partial(_elements, node.attributes.get("axis", 0))
+    if reduction == "mul":
+        step = partial(_factors, place)
+        d_data, d_updates = tape.call(step, dY, data, indices, updates, outputs=2)
+        return [d_data, None, d_updates]
+    if reduction in ("max", "min"):
+        d_data, d_updates = tape.call(partial(_shares, place), dY, Y, data, indices, updates, outputs=2)
+        return [d_data, None, d_updates]
+    d_data = dY if reduction == "add" else tape.call(partial(_cleared, place), dY, indices)
+    return [d_data, None, tape.call(partial(_taken, place), dY, indices)]
+
+
+def _rows(indices: Array) -> tuple[Array, ...]:
+    return tuple(np.moveaxis(indices, -1, 0))
+
+
+def _elements(axis: int, indices: Array) -> tuple[Array, ...]:
+    grid = [*np.ogrid[tuple(slice(size) for size in indices.shape)]]
+    grid[axis] = indices
+    return tuple(grid)
+
+
+def _taken(place: Place, dY: Array, indices: Array) -> Array:
+    taken: Array = dY[place(indices)]
+    return taken
+
+
+def _cleared(place: Place, dY: Array, indices: Array) -> Array:
+    cleared = dY.copy()
+    cleared[place(indices)] = 0
+    return cleared
+
+
+def _shares(place: Place, dY: Array, Y: Array, data: Array, indices: Array, updates: Array) -> tuple[Array, Array]:
+    """Return the gradients of data and updates, which share that of an element if they are equal to it."""
+    at = place(indices)
+    first, others = data == Y, updates == Y[at]
+    count = first.astype(dY.dtype)
+    np.add.at(count, at, others.astype(dY.dtype))
+    share = dY / np.maximum(count, dY.dtype.type(1))
+    return share * first, share[at] * others
+
+
+def _factors(place: Place, dY: Array, data: Array, indices: Array, updates: Array) -> tuple[Array, Array]:
+    """Return the gradients of data and updates: dY times the product of all other factors of an element."""
+    at, zero = place(indices), updates == 0
+    product, zeros = np.ones_like(data), np.zeros(data.shape, INT64)
+    one = updates.dtype.type(1)
+    np.multiply.at(product, at, np.where(zero, one, updates))
+    np.add.at(zeros, at, zero)
+    others = np.where(zeros[at] - zero == 0, product[at] / np.where(zero, one, updates), 0)
+    return dY * np.where(zeros == 0, product, 0), (dY * data)[at] * others
+
+
+@gradient_of("ReverseSequence")
+def _reversed(dY: Array, B: Array, *, time_axis: int = 0, batch_axis: int = 1) -> Array:
+    """Return each sequence with its first B elements in the opposite order."""
+    moved = np.moveaxis(dY, (time_axis, batch_axis), (0, 1))
+    times = np.arange(len(moved))[:, None]
+    sources = np.where(times < B, B - 1 - times, times)
+    return np.moveaxis(moved[sources, np.arange(len(B))], (0, 1), (time_axis, batch_axis))

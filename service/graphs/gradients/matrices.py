@@ -1,0 +1,97 @@
+"""The gradients of products of matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from service.dtypes import Array
+from service.graphs.gradients.arrays import rounded_once, unbroadcast
+from service.graphs.gradients.tape import Tape, gradients, rule
+from service.graphs.plan import Node
+from service.kernels.matmul import fused_matmul
+
+
+def _d_left(dY: Array, shape: tuple[int, ...], B: Array) -> Array:
+    if B.ndim == 1:
+        dY, B = dY[..., None], B[:, None]
+    if len(shape) == 1:
+        return unbroadcast(fused_matmul(dY[..., None, :], B, transB=1)[..., 0, :], shape)
+    return unbroadcast(fused_matmul(dY, B, transB=1), shape)
+
+
+def _d_right(dY: Array, A: Array, shape: tuple[int, ...]) -> Array:
+    if A.ndim == 1:
+        dY, A = dY[..., None, :] if len(shape) > 1 else dY[None], A[None]
+    if len(shape) == 1:
+        dY = dY[..., None]
+    if len(shape) <= 2:  # one product of all rows, as for a layer's weights
+        A, dY = (one.reshape(-1, one.shape[-1]) for one in (np.broadcast_to(A, (*dY.shape[:-1], A.shape[-1])), dY))
+    return unbroadcast(fused_matmul(A, dY, transA=1), (*shape, 1)[: max(2, len(shape))]).reshape(shape)
+
+
+gradients("MatMul", _d_left, _d_right)
+
+
+@rule("Gemm")
+def _gemm(tape: Tape, node: Node, dY: str) -> list[str]:
+    A, B, *C = node.inputs
+    alpha, beta = (node.attributes.get(name, 1.0) for name in ("alpha", "beta"))
+    a, b = (node.attributes.get(name, 0) for name in ("transA", "transB"))
+    product = partial(fused_matmul, alpha=alpha)
+    dA = [(dY, B, {"transB": 1 - b}), (B, dY, {"transA": b, "transB": 1})][a]
+    dB = [(A, dY, {"transA": 1 - a}), (dY, A, {"transA": 1, "transB": a})][b]
+    gradients = [tape.call(partial(product, **flags), left, right) for left, right, flags in (dA, dB)]
+    if C and C[0]:
+        scaled = dY if beta == 1 else tape.call(rounded_once(partial(np.multiply, beta)), dY)
+        gradients.append(tape.like(scaled, C[0]))
+    return gradients
+
+
+@rule("Einsum")
+def _einsum(tape: Tape, node: Node, dY: str) -> list[str]:
+    equation = node.attributes["equation"]
+    return [tape.call(partial(_d_operand, equation, place), dY, *node.inputs) for place in range(len(node.inputs))]
+
+
+def _d_operand(equation: str, place: int, dY: Array, *operands: Array) -> Array:
+    """Return the gradient of one operand: the product of dY and the others, with the letters of the operand left."""
+    *terms, result = _letters(equation, [one.ndim for one in operands], dY.ndim)
+    operand, term = operands[place], terms[place]
+    others = [one for k, one in enumerate(operands) if k != place]
+    known = {*result, *"".join(terms[:place] + terms[place + 1 :])}
+    kept = "".join(letter for letter in dict.fromkeys(term) if letter in known)
+    product = rounded_once(partial(_product, ",".join([result, *terms[:place], *terms[place + 1 :]]) + f"->{kept}"))
+    gradient = product(dY, *others)
+    unique = "".join(dict.fromkeys(term))
+    sizes = dict(zip(term, operand.shape, strict=True))
+    # What only this operand has, the forward product sums: each place there gets the same.
+    spread = gradient[tuple(slice(None) if one in kept else None for one in unique)]
+    full = [sizes[one] if n == 1 else n for one, n in zip(unique, spread.shape, strict=True)]
+    gradient = unbroadcast(np.broadcast_to(spread, full), tuple(sizes[one] for one in unique))
+    if unique == term:
+        return gradient
+    diagonal = np.zeros(operand.shape, gradient.dtype)
+    np.einsum(f"{term}->{unique}", diagonal)[...] = gradient
+    return diagonal
+
+
+def _product(equation: str, *operands: Array) -> Array:
+    result: Array = np.einsum(equation, *operands, optimize=True)
+    return result
+
+
+def _letters(equation: str, ranks: Sequence[int], rank: int) -> list[str]:
+    """Return the letters of each operand and of the result, with letters in the place of an ellipsis."""
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        once = sorted(one for one in {*left} - {*",."} if left.count(one) == 1)
+        result = "..." * ("..." in left) + "".join(once)
+    free = [chr(code) for code in range(ord("A"), ord("z")) if chr(code).isalpha() and chr(code) not in equation]
+    return [
+        term.replace("...", "".join(free[: n - len(term) + 3][::-1]))
+        for term, n in zip([*terms, result], [*ranks, rank], strict=True)
+    ]

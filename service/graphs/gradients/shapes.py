@@ -1,0 +1,127 @@
+"""The gradients of operators that move, copy and leave out elements."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from service.dtypes import INT64, Array
+from service.graphs.gradients.arrays import unbroadcast
+from service.graphs.gradients.tape import Tape, gradient_of, rule
+from service.graphs.plan import Node
+from service.kernels.gather import gather_grad
+
+Shape = tuple[int, ...]
+
+
+@rule("Identity")
+def _identity(tape: Tape, node: Node, dY: str) -> list[str]:
+    return [dY]
+
+
+@rule("Expand")
+def _expand(tape: Tape, node: Node, dY: str) -> list[str]:
+    return [tape.like(dY, node.inputs[0])]
+
+
+@gradient_of("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+def _reshape(dY: Array, shape: Shape) -> Array:
+    return dY.reshape(shape)
+
+
+@gradient_of("Transpose")
+def _transpose(dY: Array, *, perm: Sequence[int] | None = None) -> Array:
+    return dY.transpose(None if perm is None else np.argsort(perm))
+
+
+@rule("Concat")
+def _concat(tape: Tape, node: Node, dY: str) -> Sequence[str]:
+    if len(node.inputs) == 1:
+        return [dY]
+    shapes = [tape.shape(one) for one in node.inputs]
+    parts: Sequence[str] = tape.call(partial(_parts, node.attributes["axis"]), dY, *shapes, outputs=len(shapes))
+    return parts
+
+
+def _parts(axis: int, whole: Array, *shapes: Shape) -> tuple[Array, ...]:
+    stops = [*itertools.accumulate(shape[axis] for shape in shapes)]
+    return tuple(np.split(whole, stops[:-1], axis))
+
+
+@rule("Split")
+def _split(tape: Tape, node: Node, *gradients: str) -> list[str]:
+    X, *sizes = node.inputs
+    step = partial(_joined, node.attributes.get("axis", 0))
+    return [tape.call(step, tape.shape(X), *(sizes or [""]), *gradients)]
+
+
+def _joined(axis: int, shape: Shape, sizes: Array | None, *parts: Array | None) -> Array:
+    """Return the gradients side by side, with zeros for a part that nobody has read."""
+    step = -(-shape[axis] // len(parts))
+    lengths = [step] * len(parts) if sizes is None else sizes.tolist()
+    whole = np.zeros(shape, next(one.dtype for one in parts if one is not None))
+    along, stops = np.moveaxis(whole, axis, 0), itertools.accumulate(lengths)
+    for part, length, stop in zip(parts, lengths, stops, strict=True):
+        if part is not None:
+            along[stop - length : stop] = np.moveaxis(part, axis, 0)
+    return whole
+
+
+@gradient_of("Tile")
+def _sum_of_tiles(dY: Array, shape: Shape, B: Array) -> Array:
+    pairs = [*itertools.chain(*zip(B.tolist(), shape, strict=True))]
+    once = tuple(itertools.chain(*((1, size) for size in shape)))
+    return unbroadcast(dY.reshape(pairs), once).reshape(shape)
+
+
+@gradient_of("Pad")
+def _without_padding(dY: Array, shape: Shape, B: Array, D: Array | None, *, mode: str = "constant") -> Array:
+    pads, count = B.tolist(), len(B) // 2
+    axes = [*range(count)] if D is None else [axis % len(shape) for axis in D.tolist()]
+    for axis, before, after in zip(axes, pads[:count], pads[count:], strict=True):
+        if before or after:
+            sources = _sources(mode, shape[axis], before, after)
+            inside = sources >= 0
+            within = (*dY.shape[:axis], shape[axis], *dY.shape[axis + 1 :])
+            dY = gather_grad(np.array(within, INT64), sources[inside], dY.compress(inside, axis), axis=axis)
+    return dY
+
+
+def _sources(mode: str, size: int, before: int, after: int) -> Array:
+    """Return the place that each place along a padded axis is a copy of, or -1. Negative padding cuts off."""
+    fill: dict[str, Any] = {"constant_values": -1} if mode == "constant" else {}
+    places: Array = np.pad(np.arange(size), (max(before, 0), max(after, 0)), mode, **fill)  # type: ignore[call-overload]
+    return places[max(-before, 0) : len(places) - max(-after, 0)]
+
+
+@gradient_of("DepthToSpace")
+def _to_depth(dY: Array, *, blocksize: int, mode: str = "DCR") -> Array:
+    """Return each block of blocksize x blocksize as channels of one place. In the mode CRD they are neighbours."""
+    batch, channels, height, width = dY.shape
+    blocks = dY.reshape(batch, channels, height // blocksize, blocksize, width // blocksize, blocksize)
+    order = (0, 1, 3, 5, 2, 4) if mode == "CRD" else (0, 3, 5, 1, 2, 4)
+    return blocks.transpose(order).reshape(batch, -1, height // blocksize, width // blocksize)
+
+
+@gradient_of("SpaceToDepth")
+def _to_space(dY: Array, *, blocksize: int) -> Array:
+    batch, channels, height, width = dY.shape
+    blocks = dY.reshape(batch, blocksize, blocksize, channels // blocksize**2, height, width)
+    return blocks.transpose(0, 3, 4, 1, 5, 2).reshape(batch, -1, height * blocksize, width * blocksize)
+
+
+@gradient_of("Trilu")
+def _trilu(dY: Array, B: Array | None, *, upper: int = 1) -> Array:
+    return (np.triu if upper else np.tril)(dY, 0 if B is None else int(B.item()))
+
+
+@gradient_of("Compress")
+def _decompressed(dY: Array, shape: Shape, B: Array, *, axis: int | None = None) -> Array:
+    dX = np.zeros(shape, dY.dtype)
+    target = dX.reshape(-1) if axis is None else np.moveaxis(dX, axis, 0)
+    target[np.flatnonzero(B)] = dY if axis is None else np.moveaxis(dY, axis, 0)
+    return dX
