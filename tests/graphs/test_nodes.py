@@ -106,3 +106,100 @@ def test_an_operator_has_one_maker() -> None:
     assert ("", "Add") in NODES
     with pytest.raises(TypeError, match="two makers"):
         maker("Add")(lambda node: lambda *_: None)
+
+
+def ints(*numbers: int) -> Array:
+    return np.array(numbers, np.int64)
+
+
+CUBE = RANDOM.normal(size=(2, 3, 4)).astype(np.float32)
+IMAGE = RANDOM.normal(size=(1, 8, 4, 6)).astype(np.float32)
+
+QUESTIONS: list[tuple[str, list[Any], dict[str, Any]]] = [
+    ("Reshape", [CUBE, ints(0, -1)], {}),
+    ("Reshape", [np.zeros((0, 3), np.float32), ints(3, 0)], {"allowzero": 1}),
+    ("Flatten", [CUBE], {"axis": -1}),
+    ("Flatten", [CUBE], {"axis": 0}),
+    ("Squeeze", [CUBE[:, :1].copy(), ints(-2)], {}),
+    ("Squeeze", [CUBE[:1, :1]], {}),
+    ("Unsqueeze", [CUBE, ints(0, -1)], {}),
+    ("Transpose", [CUBE], {"perm": [2, 0, 1]}),
+    ("Transpose", [CUBE], {}),
+    ("Concat", [CUBE, CUBE[:, :1]], {"axis": 1}),
+    ("Split", [CUBE, ints(1, 3)], {"axis": 2, "outputs": 2}),
+    ("Split", [CUBE], {"axis": 1, "outputs": 2, "num_outputs": 2}),
+    ("Slice", [CUBE, ints(1, -1), ints(10**9, -(10**9)), ints(1, -1), ints(1, -2)], {}),
+    ("Slice", [CUBE, ints(0, 1), ints(-1, 3)], {}),
+    ("Expand", [CUBE[:, :1], ints(2, 1, 3, 1)], {}),
+    ("Tile", [CUBE, ints(2, 1, 3)], {}),
+    ("Pad", [CUBE, ints(1, 1, 0, 0, 2, 1), np.array(7.0, np.float32)], {}),
+    ("Pad", [CUBE, ints(2, 1), None, ints(-1)], {"mode": "edge"}),
+    ("Pad", [CUBE, ints(1, 2), None, ints(1)], {"mode": "reflect"}),
+    ("Pad", [CUBE, ints(1, 5), None, ints(2)], {"mode": "wrap"}),
+    ("Shape", [CUBE], {"start": -2}),
+    ("Size", [CUBE], {}),
+    ("Range", [np.array(1.0, np.float32), np.array(-4.0, np.float32), np.array(-1.5, np.float32)], {}),
+    ("DepthToSpace", [IMAGE], {"blocksize": 2, "mode": "DCR"}),
+    ("DepthToSpace", [IMAGE], {"blocksize": 2, "mode": "CRD"}),
+    ("SpaceToDepth", [IMAGE], {"blocksize": 2}),
+    ("Trilu", [CUBE, np.array(-1)], {"upper": 0}),
+    ("Trilu", [CUBE, np.array(1)], {}),
+    ("Gather", [CUBE, np.array([[0, -1], [2, 1]])], {"axis": 1}),
+    ("GatherElements", [CUBE, np.array([[[1, 0, 0, -1]] * 3])], {"axis": 0}),
+    ("GatherND", [CUBE, np.array([[1, 0], [0, 2]])], {}),
+    ("GatherND", [CUBE, np.array([[1], [0]])], {"batch_dims": 1}),
+    ("ScatterElements", [FLOATS, np.array([[0, 0], [1, 1]]), FLOATS[:2, :2]], {"axis": 1, "reduction": "add"}),
+    ("ScatterElements", [FLOATS, np.array([[0, 2], [1, 0]]), FLOATS[:2, :2]], {"axis": 1}),
+    ("ScatterND", [CUBE, np.array([[1], [0]]), CUBE], {}),
+    ("ScatterND", [CUBE, np.array([[1], [1]]), CUBE], {"reduction": "max"}),
+    ("OneHot", [np.array([[1, -1], [0, 9]]), np.array(3), np.array([2.0, 5.0], np.float32)], {"axis": 1}),
+    ("ArgMax", [CUBE], {"axis": 1, "keepdims": 0}),
+    ("ArgMin", [np.array([[1, 0, 0]])], {"axis": -1, "select_last_index": 1}),
+    ("TopK", [CUBE, ints(2)], {"outputs": 2}),
+    ("TopK", [CUBE, ints(2)], {"outputs": 2, "largest": 0, "axis": 1}),
+    ("CumSum", [CUBE, np.array(-1)], {"exclusive": 1, "reverse": 1}),
+    ("CumSum", [CUBE, np.array(0)], {}),
+    ("Compress", [CUBE, np.array([True, False])], {"axis": 1}),
+    ("NonZero", [np.array([[1, 0], [2, 3]])], {}),
+    ("MatMul", [CUBE, CUBE.transpose(0, 2, 1)], {}),
+    ("Gemm", [FLOATS, FLOATS, FLOATS[:, 0]], {"transB": 1, "alpha": 0.5, "beta": 2.0}),
+    ("Einsum", [CUBE, FLOATS], {"equation": "bij, ik -> bk"}),
+    ("Clip", [FLOATS, np.array(-0.5, np.float32), None], {}),
+    ("Where", [FLOATS > 0, FLOATS, FLOATS[0]], {}),
+    ("Cast", [FLOATS * 10], {"to": 7}),
+    ("CastLike", [ints(1, 0), np.array(True)], {}),
+    ("Mod", [ints(7, -7), ints(3, 3)], {}),
+    ("Mod", [FLOATS, FLOATS[0]], {"fmod": 1}),
+    ("IsInf", [np.array([np.inf, -np.inf, 1], np.float32)], {"detect_positive": 0}),
+    ("ConstantOfShape", [ints(2, 3)], {}),
+    *(
+        (f"Reduce{kind}", [np.abs(CUBE), ints(0, -1)], {"keepdims": 0})
+        for kind in ("Sum", "Mean", "Max", "Min", "Prod")
+    ),
+    *((f"Reduce{kind}", [np.abs(CUBE), ints(1)], {}) for kind in ("L1", "L2", "LogSum", "LogSumExp", "SumSquare")),
+    ("ReduceMean", [CUBE], {}),
+    ("ReduceMax", [CUBE], {"noop_with_empty_axes": 1}),
+    ("ReduceMean", [CUBE], {"axes": [1], "opset": 13}),
+]
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: str(question[0]))
+def test_operators_agree_with_the_reference(question: tuple[str, list[Any], dict[str, Any]]) -> None:
+    op, given, options = question
+    got, expected = run(op, *given, **options), reference(op, *given, **options)
+    for ours, theirs in zip(*([got], [expected]) if options.get("outputs", 1) == 1 else (got, expected), strict=True):
+        assert isinstance(ours, np.ndarray)
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-6)
+        assert ours.flags.c_contiguous
+
+
+def test_the_indices_of_gather_elements_may_be_fewer_than_the_data() -> None:
+    assert run("GatherElements", CUBE, np.array([[[1, 0]]]), axis=0).tolist() == [[[CUBE[1, 0, 0], CUBE[0, 0, 1]]]]
+
+
+def test_padding_below_zero_removes() -> None:
+    got = run("Pad", CUBE, ints(1, -1, 0, 0, 1, -2))
+    assert got.shape == (3, 3, 2)
+    assert not got[0].any()
+    np.testing.assert_array_equal(got[1:, :2], CUBE[:, 1:, :2])

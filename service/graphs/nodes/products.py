@@ -8,6 +8,7 @@ import numpy as np
 
 from service.dtypes import Array, compute_dtype
 from service.graphs.nodes.elementwise import apply, narrowed
+from service.graphs.nodes.shapes import contiguous
 from service.graphs.nodes.table import Function, maker
 from service.graphs.plan import Node
 from service.kernels import OPERATORS, check_work
@@ -51,7 +52,7 @@ def _einsum(node: Node) -> Function:
         dtype = arrays[0].dtype
         wide = [one.astype(compute_dtype(dtype), copy=False) for one in arrays]
         path, _ = np.einsum_path(equation, *wide, optimize="greedy")
-        result: Array = np.einsum(equation, *wide, optimize=path)
+        result = contiguous(np.einsum(equation, *wide, optimize=path))
         return result if result.dtype == dtype else narrowed(result, dtype)
 
     return einsum

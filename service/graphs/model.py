@@ -1,0 +1,204 @@
+"""A model as a file of ONNX has it, read and checked. Nothing of it runs here, and only Python reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from service.dtypes import FLOAT32, INT64, NAMES, Array, DType
+from service.errors import InvalidGraph, shown
+from service.graphs.nodes import NODES
+from service.graphs.nodes.table import dtype_of
+from service.graphs.plan import Node
+from service.graphs.protobuf import Budget, Message, numbered
+from service.graphs.tensors import ATTRIBUTE, TENSOR, array_of, attribute_of, with_defaults
+
+OPSETS = range(13, 24)
+"""The versions of ONNX's own operators that a model may import."""
+
+
+_FILE = numbered("7:graph 8:opset_import 25:functions")
+_OPSET = numbered("1:domain 2:version")
+_GRAPH = numbered("1:node 5:initializer 11:input 12:output 15:sparse_initializer")
+_NODE = numbered("1:input 2:output 3:name 4:op_type 5:attribute 7:domain")
+_VALUE = numbered("1:name 2:type")
+_TYPE = numbered("1:tensor")
+_TENSOR_TYPE = numbered("1:elem_type 2:shape")
+_SHAPE = numbered("1:dim")
+_DIMENSION = numbered("1:dim_value")
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    """The most nodes of a graph, and the most bytes of its initializers."""
+
+    max_nodes: int = 20_000
+    max_bytes: int = 1 << 31
+
+
+DEFAULT_LIMITS = GraphLimits()
+
+
+class Value(NamedTuple):
+    """An input or output of a graph."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int | None, ...] | None
+    """None for a length that is open, or for all of it if the number of dimensions is."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A graph: what it reads, computes and gives."""
+
+    inputs: tuple[Value, ...]
+    """What every run must bring."""
+    initializers: Mapping[str, Array]
+    """The tensors that the file has, by name: weights, and constants."""
+    constants: Mapping[str, Array]
+    """The outputs of nodes that are constants."""
+    nodes: tuple[Node, ...]
+    """The others, each behind those whose outputs it reads. Attributes that are left out have their defaults."""
+    outputs: tuple[Value, ...]
+
+
+def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
+    """Return the model in a file's bytes. Raises `InvalidGraph`, which lists all operators that are not served."""
+    file = Message(memoryview(content).cast("B"), _FILE, Budget())
+    if "graph" not in file:
+        raise InvalidGraph("the file is no ONNX model, or it is damaged: it has no graph")
+    if "functions" in file:
+        raise InvalidGraph("the model has functions of its own: inline them, for example with onnx.inliner")
+    graph = file.messages("graph", _GRAPH)[-1]
+    if "sparse_initializer" in graph:
+        raise InvalidGraph("the model has sparse initializers, which cannot be read")
+    if (count := len(graph.all("node"))) > limits.max_nodes:
+        problem = f"the model has {count} nodes; the limit is {limits.max_nodes} (GRADSERVE_MAX_GRAPH_NODES)"
+        raise InvalidGraph(problem, limit=limits.max_nodes)
+    opsets = _opsets(file)
+    nodes = [_node(one, opsets) for one in graph.messages("node", _NODE)]
+    _check_served(nodes)
+    initializers = _initializers(graph, limits)
+    constants = {node.outputs[0]: _constant(node) for node in nodes if node.op == "Constant"}
+    model = Model(
+        inputs=tuple(_value(one) for one in graph.messages("input", _VALUE) if one.text("name") not in initializers),
+        initializers=initializers,
+        constants=constants,
+        nodes=tuple(with_defaults(node) for node in nodes if node.op != "Constant"),
+        outputs=tuple(_value(one) for one in graph.messages("output", _VALUE)),
+    )
+    _check_names(model)
+    return model
+
+
+def _opsets(file: Message) -> dict[str, int]:
+    """Return the version of each domain. Raises `InvalidGraph`."""
+    opsets = {_domain(one): one.int("version") for one in file.messages("opset_import", _OPSET)}
+    version = opsets.get("")
+    if version is not None and version not in OPSETS:
+        expected = f"{OPSETS[0]} to {OPSETS[-1]}: convert it, for example with onnx.version_converter"
+        raise InvalidGraph(f"the model has opset {version} of ONNX, but must have {expected}")
+    return opsets
+
+
+def _domain(message: Message) -> str:
+    domain = message.text("domain")
+    return "" if domain == "ai.onnx" else domain
+
+
+def _node(message: Message, opsets: Mapping[str, int]) -> Node:
+    op, domain, name = message.text("op_type"), _domain(message), message.text("name")
+    if domain not in opsets:
+        raise InvalidGraph(f"the node {shown(name)}, {shown(op)}, has the domain {shown(domain)}, without an opset")
+    attributes = {}
+    for one in message.messages("attribute", ATTRIBUTE) if _is_served(domain, op) else ():
+        attributes[one.text("name")] = attribute_of(one, f"{op} {name}")
+    outputs = message.texts("output")
+    while outputs and not outputs[-1]:
+        outputs.pop()
+    return Node(op, domain, opsets[domain], tuple(message.texts("input")), tuple(outputs), attributes, name)
+
+
+def _initializers(graph: Message, limits: GraphLimits) -> dict[str, Array]:
+    initializers, size = dict[str, Array](), 0
+    for one in graph.messages("initializer", TENSOR):
+        name = one.text("name")
+        if name in initializers:
+            raise InvalidGraph(f"the model has two initializers {shown(name)}")
+        array = initializers[name] = array_of(one, f"the initializer {shown(name)}")
+        size += array.nbytes
+        if size > limits.max_bytes:
+            raise InvalidGraph(f"the initializers take more than {limits.max_bytes} bytes", limit=limits.max_bytes)
+    return initializers
+
+
+def _value(message: Message) -> Value:
+    """Return an input or output. Raises `InvalidGraph` unless it is a tensor of a dtype that requests can have."""
+    name = message.text("name")
+    kinds = [tensor for one in message.messages("type", _TYPE) for tensor in one.messages("tensor", _TENSOR_TYPE)]
+    if not kinds:
+        raise InvalidGraph(
+            f"{shown(name)} is an input or output, but no tensor: sequences, maps and others are not read"
+        )
+    dtype = dtype_of(kinds[-1].int("elem_type"))
+    if dtype not in NAMES:
+        raise InvalidGraph(
+            f"{shown(name)} is {dtype}, but inputs and outputs must be one of {', '.join(NAMES.values())}"
+        )
+    if "shape" not in kinds[-1]:
+        return Value(name, dtype, None)
+    dimensions = kinds[-1].messages("shape", _SHAPE)[-1].messages("dim", _DIMENSION)
+    lengths = (one.int("dim_value", -1) for one in dimensions)
+    return Value(name, dtype, tuple(length if length >= 0 else None for length in lengths))
+
+
+def _is_served(domain: str, op: str) -> bool:
+    return (domain, op) in NODES or (domain, op) == ("", "Constant")
+
+
+def _check_served(nodes: Iterable[Node]) -> None:
+    """Raise `InvalidGraph` with all operators that are not in `NODES`."""
+    if keys := {(node.domain, node.op) for node in nodes if not _is_served(node.domain, node.op)}:
+        listed = ", ".join(f"{domain}.{op}" if domain else op for domain, op in sorted(keys))
+        raise InvalidGraph(f"the model has operators that are not served: {listed}", operators=listed)
+
+
+def _constant(node: Node) -> Array:
+    """Return the value of a node that is a constant."""
+    value = next(iter(node.attributes.values()), None)
+    if len(node.attributes) != 1 or len(node.outputs) != 1 or isinstance(value, str) or value is None:
+        raise InvalidGraph(f"{node.label} must have one attribute, which is a number or a tensor, and one output")
+    if isinstance(value, np.ndarray):
+        return value
+    return np.array(value, FLOAT32 if "float" in next(iter(node.attributes)) else INT64)
+
+
+def _check_names(model: Model) -> None:
+    """Raise `InvalidGraph` unless each name stands for one tensor, which is there before it is read."""
+    known = set[str]()
+
+    def add(names: Iterable[str], label: str) -> None:
+        for name in names:
+            if name in known or name.startswith("~"):
+                fault = "begins with a tilde" if name.startswith("~") else "stands for two tensors"
+                raise InvalidGraph(f"the name {shown(name)}, an output of {label}, {fault}")
+            known.add(name)
+
+    add(model.initializers, "the file")
+    add((one.name for one in model.inputs), "the caller")
+    add(model.constants, "a constant")
+    for node in model.nodes:
+        for name in node.inputs:
+            if name and name not in known:
+                raise InvalidGraph(f"{node.label} reads {shown(name)}, which no node before it computes")
+        add((name for name in node.outputs if name), node.label)
+    names = [one.name for one in model.outputs]
+    for name in names:
+        if name not in known:
+            raise InvalidGraph(f"the output {shown(name)} is computed by no node")
+    if len({*names}) < len(names) or not names:
+        raise InvalidGraph("the graph has no outputs, or one of them twice")

@@ -1,0 +1,153 @@
+"""The tensors and attributes of a model's file, and what ONNX says of an operator's attributes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from service.dtypes import BFLOAT16, BOOL, FLOAT16, FLOAT32, FLOAT64, INT64, Array, DType
+from service.errors import InvalidGraph, shown
+from service.graphs.nodes.table import dtype_of
+from service.graphs.plan import Node
+from service.graphs.protobuf import Budget, Message, numbered
+from service.limits import MAX_RANK
+
+ATTRIBUTE = numbered("1:name 2:f 3:i 4:s 5:t 7:floats 8:ints 9:strings 20:type 21:reference")
+TENSOR = numbered(
+    "1:dims 2:data_type 4:float_data 5:int32_data 7:int64_data 8:name 9:raw_data 10:double_data 11:uint64_data"
+    " 13:external_data 14:data_location"
+)
+_KINDS = numbered("1:f 2:i 3:s 4:t 6:floats 7:ints 8:strings")
+"""The field of an attribute's value, by its type."""
+
+
+def array_of(message: Message, label: str) -> Array:
+    """Return a tensor that the file has, which nobody can write to."""
+    if "external_data" in message or message.int("data_location"):
+        raise InvalidGraph(f"{label} has its data in another file: save the model in one file")
+    shape, dtype = tuple(message.ints("dims").tolist()), dtype_of(message.int("data_type"))
+    if min(shape, default=0) < 0 or len(shape) > MAX_RANK:
+        raise InvalidGraph(f"{label} has the shape {shown(list(shape))}")
+    if "raw_data" in message:
+        data = message.data("raw_data")
+        array = np.frombuffer(data, np.uint8)
+    else:
+        array = _typed(message, dtype).view(np.uint8)
+    if array.size != math.prod(shape) * dtype.itemsize or math.prod(max(one, 1) for one in shape) >= 1 << 59:
+        problem = f"{label}, {dtype} of shape {shown(list(shape))}, has {array.size} bytes of data"
+        raise InvalidGraph(f"{problem}, but must have {math.prod(shape) * dtype.itemsize}")
+    array = array.copy().view(dtype) if dtype != BOOL else array != 0
+    array.flags.writeable = False
+    return array.reshape(shape)
+
+
+def _typed(message: Message, dtype: DType) -> Array:
+    """Return the numbers of a tensor that has them in the field of its type."""
+    if dtype in (FLOAT32, FLOAT64):
+        return message.floats("float_data" if dtype == FLOAT32 else "double_data", dtype.str)
+    if dtype.kind == "u" and dtype.itemsize > 2:
+        return message.ints("uint64_data").astype(dtype)
+    whole = message.ints("int64_data" if dtype == INT64 else "int32_data")
+    if dtype in (FLOAT16, BFLOAT16):
+        return whole.astype(np.uint16).view(dtype)
+    return whole.astype(dtype)
+
+
+def attribute_of(message: Message, label: str) -> Any:
+    """Return the value of an attribute: a number, a text, a list of them, or an array."""
+    if "reference" in message:
+        raise InvalidGraph(f"{label} refers to an attribute of a function, but is in none")
+    match _KINDS.get(message.int("type")):
+        case "f":
+            return _floats(message, "f")[-1]
+        case "i":
+            return message.int("i")
+        case "s":
+            return message.text("s")
+        case "t":
+            return array_of((message.messages("t", TENSOR) or [Message(memoryview(b""), TENSOR, Budget())])[-1], label)
+        case "floats":
+            return _floats(message, "floats")
+        case "ints":
+            return message.ints("ints").tolist()
+        case "strings":
+            return message.texts("strings")
+    name = shown(message.text("name"))
+    raise InvalidGraph(f"the attribute {name} of {label} is no number, text, tensor, or list of numbers or texts")
+
+
+def _floats(message: Message, name: str) -> list[float]:
+    """Return the shortest decimals that are the same float32: the numbers that the author wrote, in every dtype."""
+    return [float(str(number)) for number in message.floats(name)] or [0.0]
+
+
+def with_defaults(node: Node) -> Node:
+    """Return the node with the attributes that it leaves out. Raises `InvalidGraph` if it is not as ONNX says."""
+    declared = None if node.domain else _declared(node.op, node.version)
+    if declared is None:
+        return node
+    given = sum(map(bool, node.inputs[: declared.least_inputs]))
+    if given < declared.least_inputs or len(node.inputs) > declared.most_inputs:
+        expected = f"{declared.least_inputs} to {declared.most_inputs}"
+        raise InvalidGraph(f"{node.label} has {len(node.inputs)} inputs, but must have {expected}")
+    if not declared.least_outputs <= len(node.outputs) <= declared.most_outputs:
+        expected = f"{declared.least_outputs} to {declared.most_outputs}"
+        raise InvalidGraph(f"{node.label} has {len(node.outputs)} outputs, but must have {expected}")
+    for name, value in node.attributes.items():
+        kind = declared.kinds.get(name)
+        if kind is None:
+            raise InvalidGraph(f"{node.label} has no attribute {shown(name)} in opset {node.version}")
+        if _kind(value) != kind:
+            raise InvalidGraph(f"the attribute {name} of {node.label} is {shown(value)}, but must be {kind}")
+    if missing := declared.required - node.attributes.keys():
+        raise InvalidGraph(f"{node.label} needs the attribute {min(missing)}")
+    return replace(node, attributes={**declared.defaults, **node.attributes})
+
+
+class _Declared(NamedTuple):
+    """What ONNX says of an operator: the counts of its tensors, and its attributes."""
+
+    least_inputs: int
+    most_inputs: int
+    least_outputs: int
+    most_outputs: int
+    kinds: Mapping[str, str]
+    required: frozenset[str]
+    defaults: Mapping[str, Any]
+
+
+@cache
+def _declared(op: str, version: int) -> _Declared | None:
+    """Return what ONNX says of its operator in this version, or in the last one that has it; None if it has none."""
+    from onnx import defs
+
+    try:
+        schema = defs.get_schema(op, version, "")
+    except defs.SchemaError:  # ONNX Runtime writes operators of later versions
+        try:
+            schema = defs.get_schema(op, defs.onnx_opset_version(), "")
+        except defs.SchemaError:
+            return None
+    defaults = {}
+    for name, one in schema.attributes.items():
+        message = Message(memoryview(one.default_value.SerializeToString()), ATTRIBUTE, Budget())
+        if message.int("type") and (one.default_value.type != 4 or one.default_value.t.data_type):
+            defaults[name] = attribute_of(message, op)
+    return _Declared(
+        *(schema.min_input, schema.max_input, schema.min_output, schema.max_output),
+        {name: str(one.type).rpartition(".")[2] for name, one in schema.attributes.items()},
+        frozenset(name for name, one in schema.attributes.items() if one.required),
+        defaults,
+    )
+
+
+def _kind(value: Any) -> str:
+    """Return ONNX's name for the type of an attribute's value."""
+    if isinstance(value, list):
+        return f"{_kind(value[0])}S" if value else "INTS"
+    return {int: "INT", float: "FLOAT", str: "STRING"}.get(type(value), "TENSOR")

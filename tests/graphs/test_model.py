@@ -1,0 +1,201 @@
+"""Reading models: what a file has, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from service.dtypes import BFLOAT16, FLOAT32
+from service.errors import InvalidGraph
+from service.graphs.model import GraphLimits, Value, read
+from service.graphs.protobuf import Budget
+
+
+def tensor(name: str, shape: Any = ("batch", 3), kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def model(*nodes: onnx.NodeProto, opset: int = 17, **changes: Any) -> onnx.ModelProto:
+    parts = {"inputs": [tensor("x")], "outputs": [tensor("y", None)], "initializer": [], **changes}
+    graph = helper.make_graph(nodes or [helper.make_node("Relu", ["x"], ["y"])], "g", **parts)
+    domains = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=domains, ir_version=8)
+
+
+def test_a_model_has_its_inputs_nodes_and_outputs() -> None:
+    got = read(model(helper.make_node("LeakyRelu", ["x"], ["y"], name="slope", alpha=0.1)).SerializeToString())
+    assert got.inputs == (Value("x", FLOAT32, (None, 3)),)
+    assert got.outputs == (Value("y", FLOAT32, None),)
+    (node,) = got.nodes
+    assert (node.label, node.domain, node.version, node.inputs, node.outputs) == (
+        "LeakyRelu slope",
+        "",
+        17,
+        ("x",),
+        ("y",),
+    )
+    assert node.attributes == {"alpha": 0.1}
+
+
+def test_attributes_that_are_left_out_have_their_defaults() -> None:
+    (node,) = read(model(helper.make_node("Gemm", ["x", "x"], ["y"], transB=1)).SerializeToString()).nodes
+    assert node.attributes == {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 1}
+
+
+VALUES: list[tuple[int, Any]] = [
+    (TensorProto.FLOAT, [1.5, -2.0]),
+    (TensorProto.DOUBLE, [1.5, -2.0]),
+    (TensorProto.FLOAT16, [1.5, -2.0]),
+    (TensorProto.BFLOAT16, [1.5, -2.0]),
+    (TensorProto.INT32, [1, -2]),
+    (TensorProto.INT64, [1, -(1 << 60)]),
+    (TensorProto.UINT8, [1, 255]),
+    (TensorProto.INT8, [1, -128]),
+    (TensorProto.UINT64, [1, (1 << 64) - 1]),
+    (TensorProto.BOOL, [True, False]),
+]
+
+
+@pytest.mark.parametrize(("kind", "numbers"), VALUES)
+@pytest.mark.parametrize("raw", [True, False])
+def test_initializers_are_read_in_both_forms(kind: int, numbers: Any, raw: bool) -> None:
+    array = np.array(numbers, helper.tensor_dtype_to_np_dtype(kind))
+    stored = numpy_helper.from_array(array, "w") if raw else helper.make_tensor("w", kind, [2], array)
+    got = read(model(initializer=[stored]).SerializeToString()).initializers["w"]
+    assert got.dtype == (BFLOAT16 if kind == TensorProto.BFLOAT16 else array.dtype)
+    assert got.tolist() == array.tolist()
+    assert not got.flags.writeable
+
+
+def test_constants_are_apart_from_the_initializers() -> None:
+    nodes = [
+        helper.make_node("Constant", [], ["a"], value_float=0.1),
+        helper.make_node("Constant", [], ["b"], value_ints=[1, 2]),
+        helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(np.eye(2, dtype=np.float32))),
+        helper.make_node("Add", ["x", "a"], ["y"]),
+    ]
+    got = read(model(*nodes).SerializeToString())
+    assert {name: one.tolist() for name, one in got.constants.items()} == {
+        "a": np.float32(0.1),
+        "b": [1, 2],
+        "c": [[1, 0], [0, 1]],
+    }
+    assert [node.op for node in got.nodes] == ["Add"]
+
+
+def test_an_input_with_an_initializer_need_not_come() -> None:
+    weights = numpy_helper.from_array(np.ones(3, np.float32), "w")
+    add = helper.make_node("Add", ["x", "w"], ["y"])
+    got = read(model(add, inputs=[tensor("x"), tensor("w", [3])], initializer=[weights]).SerializeToString())
+    assert [one.name for one in got.inputs] == ["x"]
+
+
+def external() -> onnx.ModelProto:
+    stored = numpy_helper.from_array(np.ones(3, np.float32), "w")
+    stored.data_location = TensorProto.EXTERNAL
+    stored.external_data.add(key="location", value="/etc/passwd")
+    return model(initializer=[stored])
+
+
+def short() -> onnx.ModelProto:
+    stored = numpy_helper.from_array(np.ones(3, np.float32), "w")
+    stored.dims[0] = 1 << 40
+    return model(initializer=[stored])
+
+
+def with_function() -> onnx.ModelProto:
+    made = model()
+    made.functions.add(name="f", domain="mine")
+    return made
+
+
+def node(op: str, *inputs: str, outputs: tuple[str, ...] = ("y",), **attributes: Any) -> onnx.ModelProto:
+    return model(helper.make_node(op, inputs or ("x",), outputs, name="n", **attributes))
+
+
+REFUSED: list[tuple[Callable[[], onnx.ModelProto], str]] = [
+    (external, "initializer 'w' has its data in another file"),
+    (short, r"'w', float32 of shape \[1099511627776\], has 12 bytes of data, but must have 4398046511104"),
+    (with_function, "functions of its own"),
+    (lambda: model(opset=12), "opset 12 of ONNX, but must have 13 to"),
+    (
+        lambda: model(
+            helper.make_node("If", ["x"], ["a"], then_branch=model().graph, else_branch=model().graph),
+            helper.make_node("Mystery", ["x"], ["b"], domain="com.microsoft"),
+            helper.make_node("Add", ["a", "b"], ["y"]),
+        ),
+        r"operators that are not served: If, com\.microsoft\.Mystery",
+    ),
+    (lambda: node("Relu", "z"), "Relu n reads 'z', which no node before it computes"),
+    (lambda: node("Relu", outputs=("x",)), "'x', an output of Relu n, stands for two tensors"),
+    (lambda: node("Relu", outputs=("~0",)), "begins with a tilde"),
+    (lambda: node("Relu", "x", "x"), "Relu n has 2 inputs, but must have 1 to 1"),
+    (lambda: node("Relu", outputs=("y", "z")), "Relu n has 2 outputs, but must have 1 to 1"),
+    (lambda: node("Add", "x", ""), "Add n has 2 inputs, but must have 2 to 2"),
+    (lambda: node("Relu", axis=1), "Relu n has no attribute 'axis' in opset 17"),
+    (lambda: node("LeakyRelu", alpha="big"), "the attribute alpha of LeakyRelu n is 'big', but must be FLOAT"),
+    (lambda: node("Cast"), "Cast n needs the attribute to"),
+    (lambda: node("Concat", axis=helper.make_graph([], "g", [], [])), "is no number, text, tensor"),
+    (lambda: model(outputs=[tensor("z")]), "the output 'z' is computed by no node"),
+    (lambda: model(outputs=[]), "no outputs"),
+    (lambda: model(inputs=[tensor("x", kind=TensorProto.STRING)]), "type with the number 8"),
+    (
+        lambda: model(inputs=[tensor("x", kind=TensorProto.UINT8)]),
+        "'x' is uint8, but inputs and outputs must be one of",
+    ),
+    (lambda: model(inputs=[helper.make_tensor_sequence_value_info("x", 1, None)]), "'x' is an input or output, but no"),
+]
+
+
+@pytest.mark.parametrize(("made", "problem"), REFUSED, ids=[problem for _, problem in REFUSED])
+def test_other_models_are_refused(made: Callable[[], onnx.ModelProto], problem: str) -> None:
+    with pytest.raises(InvalidGraph, match=problem):
+        read(made().SerializeToString())
+
+
+def test_nodes_and_bytes_are_limited() -> None:
+    chain = [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Relu", ["a"], ["y"])]
+    with pytest.raises(InvalidGraph, match="the model has 2 nodes; the limit is 1"):
+        read(model(*chain).SerializeToString(), GraphLimits(max_nodes=1))
+    weights = numpy_helper.from_array(np.ones(3, np.float32), "w")
+    with pytest.raises(InvalidGraph, match="more than 10 bytes"):
+        read(model(initializer=[weights]).SerializeToString(), GraphLimits(max_bytes=10))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x08", b"no model", b"{}", b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"]
+)
+def test_other_files_are_refused(content: bytes) -> None:
+    with pytest.raises(InvalidGraph, match="the file is no ONNX model, or it is damaged"):
+        read(content)
+
+
+def test_the_fields_of_a_file_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Budget, "left", 100)
+    with pytest.raises(InvalidGraph, match="fields"):
+        read(b"\x08\x00" * 1000)
+
+
+def test_damaged_models_are_refused_or_read() -> None:
+    nodes = [
+        helper.make_node("Constant", [], ["shape"], value_ints=[1, -1]),
+        helper.make_node("Gemm", ["x", "w"], ["a"], alpha=0.5),
+        helper.make_node("Reshape", ["a", "shape"], ["y"]),
+    ]
+    weights = [numpy_helper.from_array(np.ones((3, 3), np.float32), "w"), helper.make_tensor("i", 7, [2], [1, -1])]
+    whole = model(*nodes, initializer=weights).SerializeToString()
+    read(whole)
+    random, refused = np.random.default_rng(0), 0
+    for _ in range(1000):
+        damaged = np.frombuffer(whole, np.uint8)[: random.integers(1, len(whole) + 1)].copy()
+        damaged[random.integers(0, len(damaged), random.integers(1, 4))] = random.integers(0, 256)
+        try:
+            read(damaged.tobytes())
+        except InvalidGraph:
+            refused += 1
+    assert refused > 500
