@@ -131,15 +131,38 @@ def log_softmax_losses(scores: Array, samples: Samples, log_prob: Array | None) 
         X = _load(given[place], 0)
         direct = target is not None and target.dtype == dtype
         result = target[place] if target is not None and direct else _scratch_like(X, 1)
-        np.subtract(X, X.max(axis=1, keepdims=True), out=result)
-        total = _class_sum(np.exp(result, out=_scratch_like(X, 2)))
-        np.subtract(result, np.log(total), out=result)
+        _take_log_softmax(X, result)
         samples.weigh(samples.labels.pick(result, place), place, losses)
         if target is not None and not direct:
             _store(result, target[place])
 
     _by_blocks(samples.shape, compute)
     return losses
+
+
+def softmax(scores: Array, target: Array, *, logarithms: bool) -> None:
+    """Write the softmax of scores [outer, classes, inner], or its logarithms, to the target, which is like them."""
+    dtype = compute_dtype(scores.dtype)
+
+    def compute(place: Place) -> None:
+        X = _load(scores[place], 0)
+        result = target[place] if target.dtype == dtype else _scratch_like(X, 1)
+        if logarithms:
+            _take_log_softmax(X, result)
+        else:
+            np.subtract(X, X.max(axis=1, keepdims=True), out=result)
+            np.exp(result, out=result)
+            np.divide(result, _class_sum(result), out=result)
+        if target.dtype != dtype:
+            _store(result, target[place])
+
+    _by_blocks(scores.shape, compute)
+
+
+def _take_log_softmax(X: Array, result: Array) -> None:
+    np.subtract(X, X.max(axis=1, keepdims=True), out=result)
+    total = _class_sum(np.exp(result, out=_scratch_like(X, 2)))
+    np.subtract(result, np.log(total), out=result)
 
 
 def gradient(log_prob: Array, samples: Samples, factors: Array, d_logits: Array, bias: Array | None = None) -> None:
@@ -167,7 +190,7 @@ def gradient(log_prob: Array, samples: Samples, factors: Array, d_logits: Array,
     _by_blocks(samples.shape, compute)
 
 
-def _by_blocks(shape: tuple[int, int, int], compute: Callable[[Place], None]) -> None:
+def _by_blocks(shape: tuple[int, ...], compute: Callable[[Place], None]) -> None:
     """Call `compute` with the place of each block. A block has all classes."""
     outer, classes, inner = shape
     if not math.prod(shape):

@@ -1,10 +1,10 @@
-"""Gradients of Softmax and LogSoftmax, in their two generations.
+"""Softmax and LogSoftmax, and their gradients in two generations.
 
-Every kernel takes `dY` and the forward output `Y` (probabilities, or their logarithms), of the same shape and floating
-dtype and of rank 1 or more. It returns `dX`, of that shape and dtype. The first generation sums over all dimensions
-from `axis` on together, the `_13` generation over `axis` alone. An empty tensor gives an empty tensor. float16 and
-bfloat16 are computed in float32 and rounded once. Raises `ShapeMismatch` or `DtypeMismatch` if the inputs differ, and
-`AxisOutOfRange`. Source of the semantics: the CPU training kernels of ONNX Runtime 1.19.2.
+Every gradient takes `dY` and the forward output `Y` (probabilities, or their logarithms), of the same shape and
+floating dtype and of rank 1 or more. It returns `dX`, of that shape and dtype. The first generation sums over all
+dimensions from `axis` on together, the `_13` generation over `axis` alone. An empty tensor gives an empty tensor.
+float16 and bfloat16 are computed in float32 and rounded once. Raises `ShapeMismatch` or `DtypeMismatch` if the inputs
+differ, and `AxisOutOfRange`. Source of the semantics: the CPU training kernels of ONNX Runtime 1.19.2.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from service.dtypes import Array
 from service.kernels._blocks import block_length, scratch, share_out
 from service.kernels._checks import normalize_axis, same_shape
+from service.kernels._cross_entropy import softmax
 from service.kernels._elementwise import prepare
 from service.kernels._narrow import narrow, widen
 from service.kernels._op import op
@@ -86,6 +87,16 @@ def log_softmax_grad_13(dY: T, Y: T, /, *, axis: int = -1, out: T | None = None)
     """dX = dY - exp(Y) * sum(dY), the sum along `axis`."""
     axis = normalize_axis(axis, Y.ndim, "Y")
     return _grad(_LOG_SOFTMAX, dY, Y, axis, axis + 1, out)
+
+
+def softmax_13(X: Array, /, *, axis: int = -1, logarithms: bool = False) -> Array:
+    """Return exp(X) / sum(exp(X)), the sum along `axis`, or the logarithms of that. Raises `AxisOutOfRange`."""
+    axis = normalize_axis(axis, X.ndim, "X")
+    Y: Array
+    Y, (given,) = prepare((X,), None)
+    shape = math.prod(X.shape[:axis]), X.shape[axis], math.prod(X.shape[axis + 1 :])
+    softmax(given.reshape(shape), Y.reshape(shape), logarithms=logarithms)
+    return Y
 
 
 def _grad(rule: _Rule, dY: T, Y: T, start: int, stop: int, out: T | None) -> T:

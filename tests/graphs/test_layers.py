@@ -12,44 +12,51 @@ from service.dtypes import BFLOAT16, FLOAT16, Array
 from service.errors import GradserveError, InvalidGraph
 from service.graphs.nodes import step_of
 from service.graphs.plan import Node
-from tests.graphs.layers import LAYERS, Layer
+from tests.graphs.gradients.layers import LAYERS
+from tests.graphs.gradients.question import Question
+from tests.graphs.gradients.questions import QUESTIONS
 
+ALL = QUESTIONS | LAYERS
 each_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 
 
-def node(op: str, inputs: int, outputs: int = 1, opset: int = 21, **attributes: Any) -> Node:
+def node(op: str, inputs: int, outputs: int = 1, **attributes: Any) -> Node:
     names = tuple(f"x{k}" for k in range(inputs)), tuple(f"y{k}" for k in range(outputs))
-    return Node(op, "", opset, names[0], names[1], attributes)
+    return Node(op, "", 21, names[0], names[1], attributes)
 
 
-def run(layer: Layer, *given: Array | None, outputs: int = 1) -> Any:
-    return step_of(node(layer.op, len(given), outputs, layer.opset, **layer.attributes)).function(*given)
+def run(op: str, *given: Array | None, outputs: int = 1, **attributes: Any) -> Any:
+    return step_of(node(op, len(given), outputs, **attributes)).function(*given)
 
 
-@each_layer
-def test_a_layer_gives_what_pytorch_gives(layer: Layer) -> None:
-    given = [torch.from_numpy(one.copy()) for one in layer.inputs if one is not None]
-    expected = layer.torch(*given).numpy()
-    got = run(layer, *layer.inputs)
-    assert got.dtype == np.float64
-    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("question", ALL.values(), ids=ALL)
+def test_a_node_gives_what_pytorch_gives(question: Question) -> None:
+    given = [None if one is None else torch.from_numpy(one.copy()) for one in question.inputs]
+    expected = question.torch(*given)
+    for got, one in zip(question.outputs_of(question.tensors(np.float64)), _tuple(expected), strict=True):
+        assert got.dtype == np.float64
+        np.testing.assert_allclose(got, one.numpy(), rtol=1e-12, atol=1e-12)
 
 
 @each_layer
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), FLOAT16, BFLOAT16])
-def test_a_layer_of_narrower_floats_is_rounded_once(layer: Layer, dtype: Any) -> None:
-    given = [None if one is None else one.astype(dtype) for one in layer.inputs]
-    wide = [None if one is None else one.astype(np.float64) for one in given]
-    got, expected = run(layer, *given), run(layer, *wide)
-    assert got.dtype == dtype
+def test_a_layer_of_narrower_floats_is_rounded_once(layer: Question, dtype: Any) -> None:
+    given = layer.tensors(dtype)
+    wide = {name: one.astype(np.float64) if isinstance(one, np.ndarray) else one for name, one in given.items()}
     rounding = {np.dtype(np.float32): 2e-6, FLOAT16: 6e-4, BFLOAT16: 5e-3}[dtype]
-    np.testing.assert_allclose(got.astype(np.float64), expected, rtol=rounding, atol=rounding * np.abs(expected).max())
+    for got, expected in zip(layer.outputs_of(given), layer.outputs_of(wide), strict=True):
+        assert got.dtype == dtype
+        most = rounding * np.abs(expected).max()
+        np.testing.assert_allclose(got.astype(np.float64), expected, rtol=rounding, atol=most)
+
+
+def _tuple(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 def test_the_indices_of_a_pool_are_places_in_all_of_the_tensor() -> None:
     X = np.round(np.random.default_rng(1).normal(size=(2, 3, 6, 6)), 1)  # with equal numbers: the first one counts
-    pool = Layer("MaxPool", lambda X: None, (X,), {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1] * 4})
-    Y, indices = run(pool, X, outputs=2)
+    Y, indices = run("MaxPool", X, outputs=2, kernel_shape=[3, 3], strides=[2, 2], pads=[1] * 4)
     expected, places = torch.nn.functional.max_pool2d(torch.from_numpy(X), 3, 2, 1, return_indices=True)
     assert Y.tolist() == expected.tolist()
     assert indices.dtype == np.int64
@@ -58,11 +65,12 @@ def test_the_indices_of_a_pool_are_places_in_all_of_the_tensor() -> None:
 
 
 def test_pools_take_bytes_and_nan() -> None:
-    pool = Layer("MaxPool", lambda X: None, (), {"kernel_shape": [2], "storage_order": 0})
-    assert run(pool, np.array([[[3, 200, 7]]], np.uint8)).tolist() == [[[200, 200]]]
-    assert np.isnan(run(pool, np.array([[[1, np.nan, 2, 1]]]))).tolist() == [[[True, True, False]]]
-    outside = Layer("MaxPool", lambda X: None, (), {"kernel_shape": [1], "pads": [1, 0]})
-    Y, indices = run(outside, np.array([[[5.0]]]), outputs=2)
+    given = np.array([[[3, 200, 7]]], np.uint8)
+    assert run("MaxPool", given, kernel_shape=[2], storage_order=0).tolist() == [[[200, 200]]]
+    assert np.isnan(run("MaxPool", np.array([[[1, np.nan, 2, 1]]]), kernel_shape=[2])).tolist() == [
+        [[True, True, False]]
+    ]
+    Y, indices = run("MaxPool", np.array([[[5.0]]]), outputs=2, kernel_shape=[1], pads=[1, 0])
     assert (Y.tolist(), indices.tolist()) == ([[[-np.inf, 5.0]]], [[[-1, 0]]])
 
 

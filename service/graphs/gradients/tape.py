@@ -101,8 +101,8 @@ def gradient_of(*ops: str, domain: str = "", outputs: int = 0) -> Callable[[F], 
 def completed(node: Node) -> Node:
     """Return the node with names for the outputs that its rule reads and the model leaves out."""
     missing = OUTPUTS.get((node.domain, node.op), 0) - len(node.outputs)
-    outputs = (*node.outputs, *[""] * missing)
-    return replace(node, outputs=tuple(name or f"~{outputs[0]}.{k}" for k, name in enumerate(outputs)))
+    outputs, named = (*node.outputs, *[""] * missing), next(filter(None, node.outputs), "")
+    return replace(node, outputs=tuple(name or f"~{named}.{k}" for k, name in enumerate(outputs)))
 
 
 class Tape:
@@ -116,6 +116,8 @@ class Tape:
         """The tensors that rules have made."""
         self.label = ""
         """The node whose rule runs."""
+        self.on_the_way: Collection[str] = ()
+        """The tensors whose gradients matter."""
 
     def call(self, function: Callable[..., Any], *inputs: str, outputs: int = 1) -> Any:
         """Add a step. Return the name of its result, or, for several `outputs`, a tuple of names.
@@ -134,6 +136,10 @@ class Tape:
 
     def _name(self) -> str:
         return f"~{next(self._numbers)}"
+
+    def wanted(self, node: Node, gradients: str) -> tuple[str, ...]:
+        """Return those of the `gradients`, one for each input of the node, that matter."""
+        return tuple(one for one, name in zip(gradients.split(), node.inputs, strict=False) if name in self.on_the_way)
 
     def shape(self, tensor: str) -> str:
         """Return the name of a tensor's shape, a tuple of ints."""
@@ -177,7 +183,7 @@ def differentiate(tape: Tape, nodes: Sequence[Node], loss: str, trained: Collect
     All nodes on the way from them to the loss have a rule: see `without_rule`. The gradient of a tensor that does not
     reach the loss is zeros.
     """
-    on_the_way = dependent(nodes, trained)
+    tape.on_the_way = on_the_way = dependent(nodes, trained)
     found: dict[str, list[str]] = {loss: [tape.call(np.ones_like, loss)]}
     for node in reversed(nodes):
         gradients = [tape.total(found.pop(name, [])) if name else "" for name in node.outputs]

@@ -1,4 +1,4 @@
-"""Layers: convolutions, pools and normalizations, on the kernels whose gradients are operators of the service."""
+"""Layers: convolutions, pools, normalizations and losses, on the kernels that have their gradients, too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from service.dtypes import Array
 from service.errors import InvalidParameter, shown
 from service.graphs.nodes.kernels import attributes_of
 from service.graphs.nodes.table import Function, maker
@@ -13,8 +16,10 @@ from service.graphs.plan import Node
 from service.kernels import OPERATORS
 from service.kernels.batch_norm import batch_norm_internal
 from service.kernels.conv import conv, conv_transpose
+from service.kernels.losses import negative_log_likelihood_loss_internal
 from service.kernels.normalization import group_normalization, layer_normalization, simplified_layer_normalization
 from service.kernels.pool import average_pool, lp_pool, max_pool
+from service.kernels.softmax import softmax_13
 
 LAYERS: dict[str, tuple[Callable[..., Any], str, dict[str, int]]] = {
     "Conv": (conv, "ConvGrad", {}),
@@ -26,6 +31,8 @@ LAYERS: dict[str, tuple[Callable[..., Any], str, dict[str, int]]] = {
     "LayerNormalization": (layer_normalization, "LayerNormalizationGrad", {}),
     "SimplifiedLayerNormalization": (simplified_layer_normalization, "SimplifiedLayerNormalizationGrad", {}),
     "RMSNormalization": (simplified_layer_normalization, "SimplifiedLayerNormalizationGrad", {}),
+    "Softmax": (softmax_13, "SoftmaxGrad_13", {}),
+    "LogSoftmax": (partial(softmax_13, logarithms=True), "LogSoftmaxGrad_13", {}),
     "InstanceNormalization": (group_normalization, "BatchNormalizationGrad", {}),
     "GroupNormalization": (group_normalization, "BatchNormalizationGrad", {"num_groups": 0}),
 }
@@ -56,6 +63,23 @@ def max_pool_node(node: Node) -> Function:
 
 @maker("BatchNormalization")
 def batch_normalization(node: Node) -> Function:
-    """Before opset 14 a node trains if the model names more outputs than Y."""
-    training = int(node.version < 14 and any(name and name[0] != "~" for name in node.outputs[1:]))
-    return partial(batch_norm_internal, **{"training_mode": training, **attributes(node, "BatchNormInternal", {})})
+    given = attributes(node, "BatchNormInternal", {})
+    return partial(batch_norm_internal, **{**given, "training_mode": int(is_training(node))})
+
+
+def is_training(node: Node) -> bool:
+    """Whether a BatchNormalization trains. Before opset 14 it does if the model names more outputs than Y."""
+    more = any(name and name[0] != "~" for name in node.outputs[1:])
+    return bool(node.attributes.get("training_mode", node.version < 14 and more))
+
+
+@maker("NegativeLogLikelihoodLoss")
+def negative_log_likelihood_loss(node: Node) -> Function:
+    given = attributes(node, "SoftmaxCrossEntropyLoss", {})
+    ignored = given.pop("ignore_index", None)
+
+    def loss(scores: Array, target: Array, weight: Array | None = None) -> Array:
+        index = None if ignored is None else np.array(ignored)
+        return negative_log_likelihood_loss_internal(scores, target, weight, index, **given)
+
+    return loss

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from service.dtypes import BFLOAT16, FLOAT16
+from tests.graphs.gradients.layers import LAYERS
 from tests.graphs.gradients.question import Question, assert_close, tolerance
 from tests.graphs.gradients.questions import QUESTIONS
 
-each_question = pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+ALL = QUESTIONS | LAYERS
+each_question = pytest.mark.parametrize("question", ALL.values(), ids=ALL)
 
 
 @each_question
@@ -20,7 +22,7 @@ def test_the_gradients_are_those_of_pytorch(question: Question) -> None:
         assert_close(got[name], expected[name], 1e-10)
 
 
-@each_question
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 def test_the_gradients_are_finite_differences(question: Question) -> None:
     got, expected = question.by_rule(np.dtype(np.float64)), question.by_differences()
     for name in question.trained:

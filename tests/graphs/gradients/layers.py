@@ -1,40 +1,37 @@
-"""Layers with their inputs and attributes, and the same functions in PyTorch."""
+"""The questions to layers and their rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
 
 from service.dtypes import Array
+from tests.graphs.gradients.question import Question
 
 RANDOM = np.random.default_rng(46)
-
-
-class Layer(NamedTuple):
-    """A node, and its function in PyTorch, which has the node's inputs."""
-
-    op: str
-    torch: Callable[..., Any]
-    inputs: tuple[Array | None, ...]
-    attributes: dict[str, Any]
-    opset: int = 21
 
 
 def numbers(*shape: int) -> Array:
     return RANDOM.normal(size=shape)
 
 
-LAYERS: dict[str, Layer] = {}
+def different(*shape: int) -> Array:
+    """Different numbers that all floating dtypes have, so that each window has one greatest."""
+    return (RANDOM.permutation(int(np.prod(shape))).reshape(shape) - 100) / 32
 
 
-def layer(case: str, function: Callable[..., Any], *inputs: Array | None, opset: int = 21, **attributes: Any) -> None:
-    """Add a layer. The case begins with the operator."""
+LAYERS: dict[str, Question] = {}
+
+
+def layer(case: str, function: Callable[..., Any], *inputs: Array | None, **options: Any) -> None:
+    """Add a question. The case begins with the operator; options that are no field of `Question` are attributes."""
     assert case not in LAYERS
-    LAYERS[case] = Layer(case.split()[0], function, inputs, attributes, opset)
+    fields = {name: options.pop(name) for name in ("frozen", "opset", "outputs", "reads") if name in options}
+    LAYERS[case] = Question(case.split()[0], function, inputs, options, **fields)
 
 
 def convolution(case: str, rank: int, size: int, kernel: int, stride: int, pad: int, dilation: int, group: int) -> None:
@@ -69,7 +66,7 @@ layer(
 
 def pools(case: str, rank: int, size: int, kernel: int, stride: int, pad: int, ceil: bool = False) -> None:
     """Add a MaxPool and an AveragePool."""
-    X, options = numbers(2, 3, *[size] * rank), {"stride": stride, "padding": pad, "ceil_mode": ceil}
+    X, options = different(1, 2, *[size] * rank), {"stride": stride, "padding": pad, "ceil_mode": ceil}
     attributes: dict[str, Any] = {"kernel_shape": [kernel] * rank, "strides": [stride] * rank, "pads": [pad] * 2 * rank}
     most, average = getattr(F, f"max_pool{rank}d"), getattr(F, f"avg_pool{rank}d")
     layer(f"MaxPool {case}", lambda X: most(X, kernel, **options), X, **attributes, ceil_mode=int(ceil))
@@ -97,7 +94,7 @@ layer(
     dilations=[2, 2],
 )
 layer("GlobalAveragePool", lambda X: X.mean((2, 3), keepdim=True), numbers(2, 3, 4, 5))
-layer("GlobalMaxPool", lambda X: X.amax((2, 3), keepdim=True), numbers(2, 3, 4, 5))
+layer("GlobalMaxPool", lambda X: X.amax((2, 3), keepdim=True), different(2, 3, 4, 5))
 layer("GlobalLpPool", lambda X: (X.abs() ** 3).sum((2, 3), keepdim=True) ** (1 / 3), numbers(2, 3, 4, 5), p=3)
 layer("LpPool", lambda X: (F.avg_pool2d(X * X, 2) * 4) ** 0.5, numbers(2, 3, 4, 4), kernel_shape=[2, 2], strides=[2, 2])
 
@@ -107,10 +104,12 @@ def batch_norm(training: bool) -> Callable[..., Tensor]:
 
 
 CHANNELS = numbers(3), numbers(3), numbers(3), np.abs(numbers(3)) + 0.5
-layer("BatchNormalization", batch_norm(False), numbers(4, 3, 2, 2), *CHANNELS)
-layer("BatchNormalization of opset 13", batch_norm(False), numbers(4, 3, 2, 2), *CHANNELS, opset=13)
-layer("BatchNormalization in training", batch_norm(True), numbers(4, 3, 2, 2), *CHANNELS, training_mode=1)
-layer("BatchNormalization of rows", batch_norm(True), numbers(4, 3), *CHANNELS, training_mode=1)
+layer("BatchNormalization", batch_norm(False), numbers(4, 3, 2, 2), *CHANNELS, frozen=[3, 4])
+layer("BatchNormalization of opset 13", batch_norm(False), numbers(4, 3, 2, 2), *CHANNELS, frozen=[3, 4], opset=13)
+layer(
+    "BatchNormalization in training", batch_norm(True), numbers(4, 3, 2, 2), *CHANNELS, frozen=[3, 4], training_mode=1
+)
+layer("BatchNormalization of rows", batch_norm(True), numbers(4, 3), *CHANNELS, frozen=[3, 4], training_mode=1)
 layer(
     "LayerNormalization",
     lambda X, scale, B: F.layer_norm(X, (5,), scale, B),
