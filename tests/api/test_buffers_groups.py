@@ -159,7 +159,7 @@ def test_prefixes_on_v2(http: httpx.Client, run: str) -> None:
 
 
 def parsed(operator: Operator, *sources: str, into: tuple[str, ...] = ()) -> BufferUse:
-    return buffers_of(operator, sources, into, EndpointQuery())
+    return buffers_of(operator, sources, into, (), EndpointQuery())
 
 
 def test_a_tensor_may_have_colons_in_its_name() -> None:

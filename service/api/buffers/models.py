@@ -274,6 +274,7 @@ class Receipt(BaseModel):
     version: int
     count: int
     weight: float
+    created: bool = Field(default_factory=absent, description="True if `set` of an operator has created the buffer.")
     closed_by: Literal["quorum", "deadline", "take"] = Field(
         default_factory=absent, description="What has closed the epoch, if it is closed."
     )

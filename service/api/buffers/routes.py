@@ -70,7 +70,7 @@ async def create_buffer(call: CurrentCall, name: str) -> Answer:
     return JsonAnswer(receipt, status, {"ETag": tag, "Location": f"./{name}", **replayed(outcome)})
 
 
-def _refusal(call: Call, name: str, spec: Spec) -> GradserveError | None:
+def refusal_of(call: Call, name: str, spec: Spec) -> GradserveError | None:
     """Return why no new buffer may be like this. A buffer that exists may: the limits can have been higher."""
     try:
         check_length(name, call.settings.max_name_length)
@@ -262,7 +262,7 @@ def check_may_read(call: Call, query: AccumulateQuery) -> None:
 def new_create(call: Call, name: str, new: BaseModel) -> Create:
     """Return the change that creates a buffer. Raises for what no buffer can be."""
     spec = new_spec(vars(new))
-    refusal = _refusal(call, name, spec)
+    refusal = refusal_of(call, name, spec)
     if refusal is not None and (len(name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_RANK):
         raise refusal
     return Create(name=check_name(name), spec=spec, refusal=refusal)

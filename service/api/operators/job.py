@@ -32,6 +32,8 @@ class Use(NamedTuple):
     is_prefix: bool = False
     epoch: int | None = None
     """The closed epoch that is read; None: the buffer as it runs."""
+    overwrites: bool = False
+    """Whether the output replaces the buffer's sum, rather than being added."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class BufferUse:
         return any(one.is_prefix for one in self.targets)
 
     @cached_property
+    def overwrites(self) -> bool:
+        """Whether any target is written over. Then no source may have changed meanwhile."""
+        return any(one.overwrites for one in self.targets)
+
+    @cached_property
     def _by_output(self) -> Mapping[str, Use]:
         return {one.tensor: one for one in self.targets}
 
@@ -64,7 +71,7 @@ class BufferUse:
             group, _, member = output.partition(".")
             whole = self._by_output.get(group)
             if whole is not None and whole.is_prefix:
-                return Use(output, check_name(whole.buffer + member))
+                return Use(output, check_name(whole.buffer + member), overwrites=whole.overwrites)
         return target
 
     def output_of(self, buffer: str) -> str:
@@ -133,23 +140,28 @@ class BufferQuery(Protocol):
 
 
 def buffers_of(
-    operator: Operator, sources: Sequence[str], into: Sequence[str], query: BufferQuery, timeout: float | None = None
+    operator: Operator,
+    sources: Sequence[str],
+    into: Sequence[str],
+    sets: Sequence[str],
+    query: BufferQuery,
+    timeout: float | None = None,
 ) -> BufferUse:
     """Parse the buffers of a request from `tensor:buffer`. Raises `InvalidParameter` and `DtypeMismatch`."""
     for name in () if into else ("weight", "epoch", "contributor"):
         if getattr(query, name) is not None:
             raise InvalidParameter(f"{name} is only for outputs that into= adds to a buffer", parameter=name)
-    inputs = _uses("from", sources, operator.inputs) if sources else ()
+    inputs = _uses([("from", text) for text in sources], operator.inputs) if sources else ()
     for name, given in (("reduce", query.reduce), ("timeout", timeout)):
         if given is not None and all(one.epoch is None for one in inputs):
             problem = f"{name} is only for inputs that from= takes from a closed epoch, as X:acts@3"
             raise InvalidParameter(problem, parameter=name)
-    if not (sources or into):
+    if not (sources or into or sets):
         return NO_BUFFERS
-    targets = _uses("into", into, operator.outputs)
+    targets = _uses([*(("into", text) for text in into), *(("set", text) for text in sets)], operator.outputs)
     for target in targets:
         _check_fits(operator, target.tensor)
-    _check_apart("into", targets)
+    _check_apart("set" if sets else "into", targets)
     if query.contributor is not None:
         check_contributor(query.contributor)
     weight = 1.0 if query.weight is None else query.weight
@@ -208,13 +220,16 @@ def chosen(names: Iterable[str], wanted: Collection[str]) -> list[str]:
     return [name for name in names if name in wanted or name.partition(".")[0] in wanted]
 
 
-def _uses(parameter: str, texts: Sequence[str], tensors: Sequence[Tensor]) -> list[Use]:
-    """Return the uses in texts like `dW:gru.W`, `weights:m.p.*` or, for `from`, `X:acts@3`, each tensor once."""
+def _uses(texts: Sequence[tuple[str, str]], tensors: Sequence[Tensor]) -> list[Use]:
+    """Return the uses in texts like `dW:gru.W`, `weights:m.p.*` or `X:acts@3`, each with the name of its parameter.
+
+    Each tensor occurs once.
+    """
     fixed = {f"{one.name}.{member}" for one in tensors for member in one.members or ()}
     names = fixed | {one.name for one in tensors}
-    uses = [_use(parameter, text, *_cut(text, names, tensors), tensors) for text in texts]
+    uses = [_use(parameter, text, *_cut(text, names, tensors), tensors) for parameter, text in texts]
     seen, groups = set[str](), dict[str, bool]()
-    for use in uses:
+    for (parameter, _), use in zip(texts, uses, strict=True):
         if use.tensor in seen:
             raise InvalidParameter(f"{parameter} has {use.tensor} twice", parameter=parameter)
         seen.add(use.tensor)
@@ -251,7 +266,7 @@ def _use(parameter: str, text: str, tensor: str, buffer: str, tensors: Sequence[
             parameter=parameter,
         )
     if not is_group:
-        return Use(tensor, check_name(buffer), False, epoch)
+        return Use(tensor, check_name(buffer), False, epoch, parameter == "set")
     if not NAME.fullmatch(buffer[:-1] or "-"):
         raise InvalidParameter(f"{parameter} is {shown(text)}, but no buffer has such a prefix", parameter=parameter)
-    return Use(tensor, buffer[:-1], True, epoch)
+    return Use(tensor, buffer[:-1], True, epoch, parameter == "set")

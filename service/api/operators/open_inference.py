@@ -186,11 +186,11 @@ def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> tuple[dict
     }
     try:
         attributes = _attribute_model(operator).model_validate(values).model_dump()
-        named = {name: parameters[name] for name in _BUFFER_PARAMETERS & parameters.keys()}
-        use = BufferParameters.model_validate(named)
+        given = {name: parameters[name] for name in _BUFFER_PARAMETERS & parameters.keys()}
+        use = BufferParameters.model_validate(given)
     except ValidationError as invalid:
         known = [*parameters_of(_attribute_model(operator)), *parameters_of(BufferParameters)]
         error = invalid.errors(include_url=False, include_context=False)[0]
         raise invalid_parameter(error, "parameter", known) from None
-    sources, into = (text.split(",") if text else [] for text in (use.sources, use.into))
-    return attributes, buffers_of(operator, sources, into, use)
+    sources, into, sets = (text.split(",") if text else [] for text in (use.sources, use.into, use.sets))
+    return attributes, buffers_of(operator, sources, into, sets, use)

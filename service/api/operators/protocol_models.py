@@ -195,6 +195,12 @@ class BufferParameters(BaseModel):
     into: str = Field(
         default_factory=str, description="Outputs to add to buffers, separated by commas.", examples=_BUFFERS
     )
+    sets: str = Field(
+        alias="set",
+        default_factory=str,
+        description="Outputs to write over buffers, separated by commas.",
+        examples=_BUFFERS,
+    )
     weight: Annotated[float | None, WithJsonSchema({"type": "number"})] = Field(
         default_factory=absent, allow_inf_nan=False, description="With `into`: the weight of each added gradient."
     )

@@ -69,6 +69,12 @@ class EndpointQuery(BaseModel):
         description="`dW:gru.W`: add the output dW to the buffer gru.W, and return a receipt instead. `dWs:m.g.*`:"
         " add a group to the buffers of a prefix. May repeat.",
     )
+    sets: list[str] = Field(
+        _NONE,
+        alias="set",
+        description="`updated_weights:m.p.*`: write the output over the buffers, or create them, and return receipts"
+        " instead. All outputs go to their buffers or none, and only if no buffer of `from` has changed. May repeat.",
+    )
     reduce: Literal["sum", "mean"] | None = Field(
         None, description="With `@`: the sum of the epoch, or the sum divided by the sum of the weights."
     )
@@ -168,7 +174,7 @@ def decode_safetensors(
 
 
 def _buffers(operator: Operator, query: EndpointQuery) -> BufferUse:
-    return buffers_of(operator, query.sources, query.into, query, query.timeout)
+    return buffers_of(operator, query.sources, query.into, query.sets, query, query.timeout)
 
 
 def _job(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
+
+import xxhash
 
 from service.api.buffers.preconditions import key_of, match_of, recalled, refuse_headers
 from service.api.buffers.receipts import replayed
 from service.api.buffers.request import RECEIPT_BYTES
+from service.api.buffers.routes import refusal_of
 from service.api.http.answer import AnswerForm
 from service.api.http.body import INLINE_MEMBERS
 from service.api.http.call import Call
@@ -18,15 +21,19 @@ from service.api.http.offload import ALONE_BYTES, INLINE_BYTES, INLINE_HALF_BYTE
 from service.api.operators.job import Job, chosen
 from service.api.operators.shared_memory import write_outputs
 from service.api.operators.sources import NO_SOURCES, Sources, read, until_closed
-from service.buffers.changes import Add
+from service.buffers.changes import Add, Change
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, check_same_buffer, counted_once
-from service.buffers.record import MAX_ANSWER_BYTES, Key, Known, Receipt
+from service.buffers.record import MAX_ANSWER_BYTES, Key, Known, Receipt, Spec
+from service.buffers.sets import Set, Unchanged
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import FLOATS, NAMES, Array
 from service.engine.engine import Reserve
-from service.errors import Busy, DtypeMismatch, EpochGone, GradserveError, InvalidParameter
+from service.errors import Busy, DtypeMismatch, EpochGone, GradserveError, InvalidParameter, SourceChanged
+
+MAX_ATTEMPTS = 5
+"""Times that a step is computed whose sources change meanwhile: steps of others that share them go first."""
 
 
 class Result(NamedTuple):
@@ -57,10 +64,11 @@ class _Computed(NamedTuple):
 
 
 async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary: Collection[str] = ()) -> Result:
-    """Run the job, and add the outputs that it names to their buffers. A repeated job adds once.
+    """Run the job, and bring the outputs that it names to their buffers. A repeated job does so once.
 
-    Memory for the answer is reserved before buffers change: its outputs are JSON, except those in `binary`, or, without
-    an `encoding`, bytes.
+    If it writes over buffers and a source changes meanwhile, it runs again, `MAX_ATTEMPTS` times at most: then it
+    raises `SourceChanged`. Memory for the answer is reserved before buffers change: its outputs are JSON, except those
+    in `binary`, or, without an `encoding`, bytes.
     """
     use = job.buffers
     _check(call, job)
@@ -69,6 +77,19 @@ async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary
     if any(one.epoch is not None for one in use.sources):
         key = await call.offload(_size(job) <= INLINE_BYTES, _key, call, job)
         await until_closed(call, job, key)
+    for _ in range(MAX_ATTEMPTS - 1):
+        held = call.reservation.bytes
+        try:
+            return await _attempt(call, job, key, encoding, binary)
+        except SourceChanged:
+            call.give_back(call.reservation.bytes - held)
+    return await _attempt(call, job, key, encoding, binary)
+
+
+async def _attempt(
+    call: Call, job: Job, key: Key | None, encoding: json_codec.Encoding | None, binary: Collection[str]
+) -> Result:
+    use = job.buffers
     inline = not use.sources and computes_at_once(call, job) and not (use.targets and call.store.blocks)
     work = call, job, inline, key
     computed = _compute(*work) if inline else await call.offload(False, _compute, *work)
@@ -86,10 +107,10 @@ async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary
         return Result(answered, coding=coding)
     outcome = computed.outcome
     if outcome is None:
-        adds = _adds(call, job, computed.outputs)
+        changes = _changes(call, job, computed)
         kept = b"" if computed.key is None else _kept(answered)
         states = [] if kept else [state for _, state in computed.sources.states]
-        outcome = await call.submit(adds, computed.key, states, answer=kept, by_prefix=use.by_prefix)
+        outcome = await call.submit(changes, computed.key, states, answer=kept, by_prefix=use.by_prefix)
         if outcome.answer:
             answered = _restored(call, job, outcome.answer)
         elif answered:
@@ -98,23 +119,28 @@ async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary
     return Result(answered, receipts, replayed(outcome), coding)
 
 
-def _adds(call: Call, job: Job, outputs: Mapping[str, Any]) -> list[Add]:
+def _changes(call: Call, job: Job, computed: _Computed) -> list[Change]:
     """Return the changes of the buffers that outputs go to. Raises `DtypeMismatch` and `InvalidParameter`."""
-    use = job.buffers
-    add = partial(Add, match=match_of(call), weight=use.weight, epoch=use.epoch, contributor=use.contributor)
-    adds, names = [], set[str]()
-    for tensor, output in outputs.items():
+    use, changes, match = job.buffers, dict[str, Change](), match_of(call)
+    states = {**computed.sources.running} if use.overwrites else {}
+    for tensor, output in computed.outputs.items():
         target = use.target_of(tensor)
         if target is None:
             continue
         _check_float(tensor, output)
-        if target.buffer in names:
-            problem = f"into adds to the buffer {target.buffer!r} twice, but a request may change each once"
-            raise InvalidParameter(problem, parameter="into")
-        names.add(target.buffer)
-        adds.append(add(name=target.buffer, tensor=tensor, gradient=output))
-    call.reserve(RECEIPT_BYTES * len(adds))
-    return adds
+        name = target.buffer
+        if name in changes:
+            problem = f"{tensor} goes to the buffer {name!r} as another output does, but a request may change each once"
+            raise InvalidParameter(problem, parameter="set" if target.overwrites else "into")
+        given: Any = {"name": name, "match": match, "state": states.pop(name, None)}
+        given |= {"tensor": tensor, "gradient": output}
+        if target.overwrites:
+            spec = Spec(output.shape, output.dtype)
+            changes[name] = Set(spec=spec, refusal=refusal_of(call, name, spec), **given)
+        else:
+            changes[name] = Add(weight=use.weight, epoch=use.epoch, contributor=use.contributor, **given)
+    call.reserve(RECEIPT_BYTES * len(changes))
+    return [*changes.values(), *(Unchanged(name=name, state=state) for name, state in states.items())]
 
 
 def _check(call: Call, job: Job) -> None:
@@ -215,21 +241,30 @@ def _check_same_buffers(call: Call, known: Known) -> None:
         check_same_buffer(record, known)
 
 
+def _attributes(call: Call, job: Job) -> Mapping[str, Any]:
+    """Return the attributes. A seed that the request leaves out follows from its key: a retry has the same bits."""
+    has_seed = any(one.name == "seed" and one.default is None for one in job.operator.attributes)
+    if not has_seed or job.attributes.get("seed") is not None:
+        return job.attributes
+    key = call.headers.get(b"idempotency-key")
+    return {**job.attributes, "seed": secrets.randbits(31) if key is None else xxhash.xxh32_intdigest(key) >> 1}
+
+
 def _outputs(call: Call, job: Job, tensors: Mapping[str, Array], inline: bool) -> Mapping[str, Any]:
     """Run the kernel, and write the outputs that go to shared memory.
 
     Memory beyond the size of the inputs is reserved before it is allocated. In the event loop the kernel uses one
     thread, unless the tensors are large. Raises `Busy` and the errors of `Engine.run` and `write`.
     """
-    targets = [one.tensor for one in job.buffers.targets]
+    targets, attributes = [one.tensor for one in job.buffers.targets], _attributes(call, job)
     wanted = [*_answered(job), *targets] if targets else job.wanted
     if job.operator.sparse is not None and wanted == targets:
         (name,) = targets
-        return {name: call.engine.in_pieces(job.operator, tensors, job.attributes, _beyond_body(call, job))}
+        return {name: call.engine.in_pieces(job.operator, tensors, attributes, _beyond_body(call, job))}
     if inline and _size(job) <= INLINE_BYTES:
-        outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, alone=True)
+        outputs = call.engine.run(job.operator, tensors, attributes, wanted, alone=True)
     else:
-        outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, reserve=_beyond_body(call, job))
+        outputs = call.engine.run(job.operator, tensors, attributes, wanted, reserve=_beyond_body(call, job))
     if job.parts:
         write_outputs(call, job.parts, outputs)
     return outputs
