@@ -43,6 +43,10 @@ class BufferCorrupt(GradserveError, code="buffer_corrupt"):
     """Stored buffer data is damaged."""
 
 
+class GraphCorrupt(BufferCorrupt, code="graph_corrupt"):
+    """Stored graph is damaged."""
+
+
 class MalformedBody(GradserveError, status=400, code="malformed_body"):
     """Request body cannot be read."""
 
@@ -65,6 +69,10 @@ class UnknownOperator(NotFound, code="unknown_operator"):
 
 class UnknownBuffer(NotFound, code="unknown_buffer"):
     """Buffer not found."""
+
+
+class UnknownGraph(NotFound, code="unknown_graph"):
+    """Graph not found."""
 
 
 class UnknownRegion(NotFound, code="unknown_region"):
@@ -117,6 +125,14 @@ class DuplicateContributor(Conflict, code="duplicate_contributor"):
 
 class TooManyBuffers(GradserveError, status=409, code="too_many_buffers"):
     """Too many buffers in the namespace."""
+
+
+class GraphExists(GradserveError, status=409, code="graph_exists"):
+    """Another graph has this name."""
+
+
+class TooManyGraphs(GradserveError, status=409, code="too_many_graphs"):
+    """Too many graphs in the namespace."""
 
 
 class RegionExists(GradserveError, status=409, code="region_exists"):

@@ -248,6 +248,7 @@ def store_at(settings: Settings, allocate: Allocate = np.empty, committed: Commi
         max_bytes=settings.store_bytes,
         key_seconds=settings.idempotency_seconds,
         max_buffers=settings.max_buffers,
+        max_graphs=settings.max_graphs,
         allocate=allocate,
         committed=committed,
         schema=settings.postgres_schema,

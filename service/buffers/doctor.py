@@ -84,11 +84,29 @@ def _examined(moment: Moment) -> Iterator[str]:
             except BufferCorrupt:
                 yield f"{WRONG}{place} of {_shown(name)} is damaged"
     yield f"{records} buffers, {len(values)} values"
+    yield from _graphs(moment, values)
     yield from moment.other_findings(values)
 
 
-def _shown(name: BufferName) -> str:
-    return f"the buffer {name.name!r}" + (f" of the namespace {name.namespace!r}" if name.namespace else "")
+def _graphs(moment: Moment, values: set[int]) -> Iterator[str]:
+    """Yield lines about the graphs. Add the values that are their models."""
+    graphs = 0
+    for name, graph in moment.sound_graphs():
+        graphs += 1
+        if graph is None:
+            yield f"{WRONG}{_shown(name, 'graph')} is damaged"
+            continue
+        values.add(graph.id)
+        try:
+            for _ in moment.model(graph):
+                pass  # reading checks it
+        except BufferCorrupt:
+            yield f"{WRONG}the model of {_shown(name, 'graph')} is damaged"
+    yield f"{graphs} graphs"
+
+
+def _shown(name: BufferName, what: str = "buffer") -> str:
+    return f"the {what} {name.name!r}" + (f" of the namespace {name.namespace!r}" if name.namespace else "")
 
 
 def _values(record: Record) -> list[tuple[str, int | None]]:

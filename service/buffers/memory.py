@@ -13,6 +13,7 @@ import numpy as np
 
 from service.buffers.clock import Clock
 from service.buffers.closing import close_if_due
+from service.buffers.graphs import MAX_GRAPHS, StoredGraph, known
 from service.buffers.memory_state import State
 from service.buffers.memory_transaction import MemoryTransaction
 from service.buffers.names import BufferName
@@ -57,9 +58,11 @@ class MemoryStore(Store):
         committed: Committed = uncounted,
         max_buffers: int = MAX_BUFFERS,
         max_bytes: int = UNLIMITED,
+        max_graphs: int = MAX_GRAPHS,
     ) -> None:
-        self._committed, self._max_buffers, self._max_bytes = committed, max_buffers, max_bytes
+        self._committed, self._max_bytes = committed, max_bytes
         self._allocate, self._key_seconds = allocate, key_seconds
+        self._limits = {"max_buffers": max_buffers, "max_bytes": max_bytes, "max_graphs": max_graphs}
         self._clock = clock or Clock.starting()
         self._lock, self._state = threading.Lock(), State()
 
@@ -140,6 +143,21 @@ class MemoryStore(Store):
             )
             return listed(own, prefix, limit)
 
+    def graph(self, name: str) -> StoredGraph:
+        with self._lock:
+            return known(self._state.graphs.get(BufferName(self.namespace, name)), name)
+
+    def graphs(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[StoredGraph]:
+        with self._lock:
+            own = (graph for name, graph in self._state.graphs.items() if name.namespace == self.namespace)
+            found = [graph for graph in own if graph.name.startswith(prefix) and graph.name > after]
+            return sorted(found, key=lambda graph: graph.name)[:limit]
+
+    def graph_content(self, graph: StoredGraph) -> memoryview:
+        with self._lock:
+            known(self._state.graphs.get(BufferName(self.namespace, graph.name)), graph.name, graph.id)
+            return self._state.values[graph.id].view(np.uint8).data.toreadonly()
+
     def generation(self) -> int:
         with self._lock:
             self._expire(self._clock())
@@ -150,7 +168,7 @@ class MemoryStore(Store):
             self._state.close()
 
     def _transaction(self) -> MemoryTransaction:
-        return MemoryTransaction(self._state, self._allocate, self._max_buffers, self._max_bytes)
+        return MemoryTransaction(self._state, self._allocate, **self._limits)
 
     def _expire(self, now: float) -> None:
         keys = self._state.keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from service.buffers.gradients import Gradient, stored_bytes
+from service.buffers.graphs import StoredGraph
 from service.buffers.names import BufferName
 from service.buffers.pushes import Push, PushName
 from service.buffers.record import Known, Record
@@ -32,6 +33,7 @@ class State:
         self.timed: dict[BufferName, Record] = {}  # those that may expire, or whose epochs are due at some time
         self.pushes: dict[PushName, Push] = {}
         self.staged: dict[int, Gradient] = {}
+        self.graphs: dict[BufferName, StoredGraph] = {}
         self.last_id = self.generation = self.value_bytes = 0
         self.closed = False
 
@@ -46,6 +48,7 @@ class State:
             self.key_bytes,
             self.pushes,
             self.staged,
+            self.graphs,
         ):
             each.clear()
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from service.buffers.gradients import Gradient, add_whole, copied, stored_bytes
+from service.buffers.graphs import StoredGraph, check_count
 from service.buffers.memory_state import State, room_of
 from service.buffers.names import BufferName
 from service.buffers.packed import pack_record
@@ -26,14 +27,16 @@ V = TypeVar("V")
 class MemoryTransaction:
     """The changes of a request, which `commit` merges into `state`."""
 
-    def __init__(self, state: State, allocate: Allocate, max_buffers: int, max_bytes: int) -> None:
-        self._state, self._allocate, self._max_buffers, self._max_bytes = state, allocate, max_buffers, max_bytes
+    def __init__(self, state: State, allocate: Allocate, *, max_buffers: int, max_bytes: int, max_graphs: int) -> None:
+        self._state, self._allocate, self._max_graphs = state, allocate, max_graphs
+        self._max_buffers, self._max_bytes = max_buffers, max_bytes
         self._counted: Counter[str] = Counter()
         self._records: dict[BufferName, Record | None] = {}
         self._values: dict[int, Array | None] = {}
         self._keys: dict[tuple[str, str], tuple[float, Known]] = {}
         self._pushes: dict[PushName, Push | None] = {}
         self._staged: dict[int, Gradient | None] = {}
+        self._graphs: dict[BufferName, StoredGraph | None] = {}
         self._last_id = state.last_id
 
     def commit(self) -> None:
@@ -45,6 +48,7 @@ class MemoryTransaction:
         _merge(self._state.values, self._values)
         _merge(self._state.pushes, self._pushes)
         _merge(self._state.staged, self._staged)
+        _merge(self._state.graphs, self._graphs)
         for key, stored in self._keys.items():
             self._state.forget(key)
             self._state.keys[key] = stored
@@ -151,6 +155,20 @@ class MemoryTransaction:
 
     def free_staged(self, place: Place) -> None:
         self._staged[place[0]] = None
+
+    def graph(self, name: BufferName) -> StoredGraph | None:
+        return self._state.graphs.get(name)
+
+    def admit_graph(self, namespace: str) -> None:
+        check_count(sum(name.namespace == namespace for name in self._state.graphs), self._max_graphs)
+
+    def put_graph(self, name: BufferName, graph: StoredGraph | None) -> None:
+        self._graphs[name] = graph
+
+    def store_bytes(self, content: Array) -> int:
+        value = self.new_id()
+        self._values[value] = content.copy()
+        return value
 
 
 def _timed(record: Record | None) -> Record | None:

@@ -24,8 +24,11 @@ from service.buffers.specs import RULES
 from service.dtypes import DTYPES
 from service.errors import BufferCorrupt, StoreFailed
 
-FORMAT = 6
+FORMAT = 7
 """The number of the format of all stores. Every change of what they hold raises it, and it never goes back."""
+
+READABLE = ("6", str(FORMAT))
+"""The formats that this version reads. A server makes 7 of 6, which has no graphs."""
 
 FINGERPRINT_BYTES = 16
 """Length of the fingerprint of a request with a key."""
@@ -59,8 +62,8 @@ _COMPRESSED_FROM = 256
 
 
 def check_format(found: str, store: str) -> None:
-    """Raise `StoreFailed` if the format that was found in the store is not `FORMAT`."""
-    if found != str(FORMAT):
+    """Raise `StoreFailed` if the format that was found in the store is not `READABLE`."""
+    if found not in READABLE:
         raise StoreFailed(
             f"{store} has format {found}, but this version of gradserve knows format {FORMAT}. Use the version that"
             " wrote it. Or carry its buffers over: run `gradserve export FILE` with that version, then"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 
 from service.buffers.changes import Add, Change
+from service.buffers.graph_changes import DeleteGraph, PutGraph, marks_of
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, alive, check_records, check_same_buffer, perform
 from service.buffers.pushes import Part, Push, StagedPart
@@ -42,11 +44,26 @@ class Refused(Change):
 
 def make(txn: Transaction, request: Request, namespace: str, now: float) -> Outcome:
     """Make the changes of a `resolved` request, as `perform` does, or those of the push that its part completes."""
+    if request.graph is not None:
+        return _make_with_graph(txn, request, request.graph, namespace, now)
     if request.part is None:
         return perform(txn, request, namespace, now)
     if any(isinstance(change, Forget) for change in request.changes):
         return _forget(txn, request.part, now)
     return _make_part(txn, request.part, request.changes, now)
+
+
+def _make_with_graph(
+    txn: Transaction, request: Request, change: PutGraph | DeleteGraph, namespace: str, now: float
+) -> Outcome:
+    """Put or delete a graph, and make the changes of buffers. After every error the store must undo changes."""
+    if request.key is not None and txn.recall(request.key, ()) is not None:
+        outcome = perform(txn, request, namespace, now)
+        graph, is_new = change.again(txn, namespace, outcome.sources)
+    else:
+        graph, is_new = change.make(txn, namespace, now)
+        outcome = perform(txn, replace(request, sources=marks_of(graph, is_new)), namespace, now)
+    return replace(outcome, graph=graph, is_new=is_new, sources=())
 
 
 def _forget(txn: Transaction, part: Part, now: float) -> Outcome:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from service.buffers.changes import Add, Change, Delete
 from service.buffers.closing import close_if_due
+from service.buffers.graph_changes import DeleteGraph, PutGraph
+from service.buffers.graphs import StoredGraph
 from service.buffers.names import BufferName
 from service.buffers.pushes import Part
 from service.buffers.record import Key, Known, Receipt, Record, name_buffer, unknown_prefix
@@ -67,6 +69,8 @@ class Request:
     answer: bytes = b""
     by_prefix: bool = False
     """Whether the changes come from a prefix of names: then the store keeps the names with the key."""
+    graph: PutGraph | DeleteGraph | None = None
+    """What happens to a graph, together with the changes."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,10 @@ class Outcome:
     staged: Sequence[int] | None = None
     refusal: GradserveError | None = None
     answer: bytes = b""
+    graph: StoredGraph | None = None
+    """The graph that the request has put."""
+    is_new: bool = False
+    """Whether that graph was new to the original request."""
 
 
 def resolved(txn: Transaction, request: Request, namespace: str) -> Request:

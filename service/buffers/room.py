@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from service.buffers.changes import Add, Create, Delete
+from service.buffers.graph_changes import DeleteGraph
 from service.buffers.perform import Outcome, Request
 from service.buffers.restore import Restore
 from service.buffers.rules import SetRules
@@ -55,7 +56,7 @@ def room_for(request: Request, outcome: Outcome, max_bytes: int) -> int:
     """
     if outcome.replayed or outcome.refusal is not None:
         return UNLIMITED
-    if request.part is not None:
+    if request.part is not None or outcome.is_new:
         return max_bytes - max_bytes // SHRINKING_PART
     for change in request.changes:
         receipt = outcome.receipts.get(change.name, {})  # a buffer with the prefix of the request may have expired
@@ -63,7 +64,8 @@ def room_for(request: Request, outcome: Outcome, max_bytes: int) -> int:
             return max_bytes - max_bytes // SHRINKING_PART
         if isinstance(change, (Create, Add, Restore)) and receipt.get("created", receipt.get("updated")):
             return max_bytes - max_bytes // SHRINKING_PART
-    only_deletes = request.changes and all(isinstance(change, Delete) for change in request.changes)
+    deletes = [isinstance(change, Delete) for change in request.changes]
+    only_deletes = all(deletes) and bool(deletes or isinstance(request.graph, DeleteGraph))
     return UNLIMITED if request.key is None or only_deletes else max_bytes
 
 

@@ -21,6 +21,7 @@ from itertools import islice
 from typing import Protocol, Self, TypeAlias, TypeVar
 
 from service.buffers.epochs import Closed
+from service.buffers.graphs import StoredGraph, known
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import Push
@@ -74,12 +75,12 @@ class Store(Protocol):
     Thread-safe. The caller owns what the store returns.
 
     Whatever an answer says is durable, whichever server wrote it: with `replicated`, the standby has it. So an answer
-    comes from `submit`, `durable`, `records`, `names`, `read`, `recall` or `pushes`. `record` and `look` show what may
-    still be lost, and only say what to do next.
+    comes from `submit`, `durable`, `records`, `names`, `read`, `recall`, `pushes`, `graph`, `graphs` or
+    `graph_content`. `record` and `look` show what may still be lost, and only say what to do next.
 
-    `submit` never blocks. `records`, `read` and `size` may take long in every store, and so may what takes many names.
-    `record`, `durable`, `look`, `names`, `record_bytes`, `recall`, `now` and `generation` block only in a store that
-    `blocks`: then the event loop must not call them.
+    `submit` never blocks. `records`, `read`, `graphs`, `graph_content` and `size` may take long in every store, and so
+    may what takes many names. `record`, `durable`, `look`, `names`, `record_bytes`, `recall`, `graph`, `now` and
+    `generation` block only in a store that `blocks`: then the event loop must not call them.
 
     The store closes an epoch soon after its deadline, and before the next change of its buffer. Until then a read may
     still see it open, with `Record.due` in the past.
@@ -146,6 +147,22 @@ class Store(Protocol):
 
     def pushes(self, prefix: str = "", limit: int | None = None) -> list[tuple[str, Push]]:
         """Return the names of incomplete pushes with a buffer of this prefix, and the pushes, the oldest first."""
+
+    def graph(self, name: str) -> StoredGraph:
+        """Return the graph, without its content. Raises `UnknownGraph` and `GraphCorrupt`."""
+        return known(None, name)
+
+    def graphs(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[StoredGraph]:
+        """Return the first graphs with the prefix behind the name `after`, in the order of their names.
+
+        Damaged graphs are left out.
+        """
+        return []
+
+    def graph_content(self, graph: StoredGraph) -> memoryview:
+        """Return the bytes of the graph's model. Raises `UnknownGraph` if it is gone, and `GraphCorrupt`."""
+        known(None, graph.name)
+        return memoryview(b"")
 
     def generation(self) -> int:
         """Return a number that changes with every change of the store by any process. Raises `StoreFailed`."""

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
+from service.buffers.graphs import MAX_GRAPHS
 from service.buffers.lmdb import LmdbStore
 from service.buffers.lmdb import opened_readonly as opened_lmdb
 from service.buffers.lmdb.forget import forget as forget_in_lmdb
@@ -99,6 +100,7 @@ def open_store(
     allocate: Allocate = np.empty,
     committed: Committed = uncounted,
     max_buffers: int = MAX_BUFFERS,
+    max_graphs: int = MAX_GRAPHS,
     schema: str = "gradserve",
     replicated: bool = False,
 ) -> Store:
@@ -112,7 +114,12 @@ def open_store(
         path = path_of(url)
         create = MemoryStore if path is None else partial(LmdbStore, path)
     return create(
-        max_bytes=max_bytes, key_seconds=key_seconds, max_buffers=max_buffers, allocate=allocate, committed=committed
+        max_bytes=max_bytes,
+        key_seconds=key_seconds,
+        max_buffers=max_buffers,
+        max_graphs=max_graphs,
+        allocate=allocate,
+        committed=committed,
     )
 
 

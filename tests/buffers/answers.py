@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from service.buffers.changes import Add, Create, Take, Zero
+from service.buffers.graph_changes import PutGraph
 from service.buffers.parts import Forget
 from service.buffers.perform import Outcome, Request, Wide
 from service.buffers.pushes import Part
+from service.buffers.record import Key
 from service.buffers.store import Store
 from tests.buffers.calls import add, create, do, key, ones, part, spec
 from tests.buffers.stores import PATIENCE
@@ -38,6 +40,11 @@ def prepare(store: Store) -> None:
     for number, name in enumerate("wv", 1):
         part(store, number, {name: 1}, push="whole")
     part(store, 1, {"w": 1}, push="begun")
+    _put_graph(store, "g", key("graph", caller=store.namespace))
+
+
+def _put_graph(store: Store, name: str, key: Key | None = None) -> Outcome:
+    return store.submit(Request([], key, graph=PutGraph.of(name, b"a model", {}))).result(PATIENCE)
 
 
 def _forget(store: Store) -> Outcome:
@@ -59,6 +66,11 @@ ANSWERS: dict[str, Callable[[Store], Any]] = {
     "read of an epoch": lambda store: store.read(["w"], 0)[0].receipt(),
     "recall": lambda store: store.recall(key(caller=store.namespace), ["w"]),
     "pushes": lambda store: store.pushes(),
+    "graph": lambda store: store.graph("g"),
+    "graphs": lambda store: store.graphs(),
+    "graph_content": lambda store: bytes(store.graph_content(store.graph("g"))),
+    "submit of a graph that exists": lambda store: _put_graph(store, "g"),
+    "submit of a repeated graph": lambda store: _put_graph(store, "g", key("graph", caller=store.namespace)),
     "submit of a repeated add": lambda store: do(
         store, Add(name="w", gradient=ones(2)), key=key(caller=store.namespace)
     ),

@@ -12,6 +12,7 @@ import psycopg
 import pytest
 
 from service.buffers import failpoints
+from service.buffers.graphs import unpack_graph
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_push
 from service.buffers.postgres import PostgresStore, batch, blobs, compactor, deltas, janitor, transaction, writer
@@ -62,7 +63,7 @@ class Schema:
 
     def damage(self, pattern: bytes) -> None:
         """Cut the first byte off everything that holds `pattern`: records, pushes, gradients, and the rows of blobs."""
-        columns = {"buffers": "record", "pushes": "record", "deltas": "data", "chunks": "data"}
+        columns = {"buffers": "record", "pushes": "record", "graphs": "record", "deltas": "data", "chunks": "data"}
         cuts = [
             f"update {table} set {data} = substr({data}, 2) where position(%s::bytea in {data}) > 0 returning 1"
             for table, data in columns.items()
@@ -82,6 +83,8 @@ class Schema:
         used = {value for record, _ in records for value in record.values}
         for (packed,) in self.ask("select record from pushes"):
             used.update(values_of(unpack_push(packed)))
+        graphs = self.ask("select namespace, name, record from graphs")
+        used.update(unpack_graph(BufferName(namespace, name), packed).id for namespace, name, packed in graphs)
         found = {value for (value,) in self.ask("select distinct value from deltas")}
         faults = [f"deltas of the value {value}, which no buffer has" for value in found - used]
         faults += [f"no deltas of the value {value}" for value in used - found]

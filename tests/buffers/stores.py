@@ -20,7 +20,7 @@ from service.buffers.lmdb import LmdbStore, opened_readonly, value_writer, value
 from service.buffers.memory import MemoryStore
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import PostgresStore
-from service.buffers.store import MAX_BUFFERS, Store
+from service.buffers.store import Store
 
 S = TypeVar("S", bound=Store)
 
@@ -49,16 +49,12 @@ Reopen: TypeAlias = Callable[..., LmdbStore]
 """A function that closes a store on the disk and opens it again."""
 
 
-def open_lmdb(
-    path: Path, clock: Callable[[], float], *, max_bytes: int = MAX_BYTES, max_buffers: int = MAX_BUFFERS
-) -> LmdbStore:
-    return LmdbStore(path, max_bytes=max_bytes, key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers)
+def open_lmdb(path: Path, clock: Callable[[], float], *, max_bytes: int = MAX_BYTES, **limits: Any) -> LmdbStore:
+    return LmdbStore(path, max_bytes=max_bytes, key_seconds=KEY_SECONDS, clock=clock, **limits)
 
 
-def open_memory(
-    clock: Callable[[], float], *, max_bytes: int = MAX_BYTES, max_buffers: int = MAX_BUFFERS
-) -> MemoryStore:
-    return MemoryStore(key_seconds=KEY_SECONDS, clock=clock, max_bytes=max_bytes, max_buffers=max_buffers)
+def open_memory(clock: Callable[[], float], *, max_bytes: int = MAX_BYTES, **limits: Any) -> MemoryStore:
+    return MemoryStore(key_seconds=KEY_SECONDS, clock=clock, max_bytes=max_bytes, **limits)
 
 
 def reopening(open_store: Callable[..., S], damage: Callable[[bytes], object] = bytes) -> Iterator[Callable[..., S]]:
@@ -86,16 +82,14 @@ def shrink_lmdb(patch: pytest.MonkeyPatch) -> None:
 
 
 def open_postgres(
-    url: str, clock: Callable[[], float], *, schema: str, max_bytes: int = MAX_BYTES, max_buffers: int = MAX_BUFFERS
+    url: str, clock: Callable[[], float], *, schema: str, max_bytes: int = MAX_BYTES, **limits: Any
 ) -> PostgresStore:
-    return PostgresStore(
-        url, schema=schema, max_bytes=max_bytes, key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers
-    )
+    return PostgresStore(url, schema=schema, max_bytes=max_bytes, key_seconds=KEY_SECONDS, clock=clock, **limits)
 
 
 def entries_of(path: Path) -> dict[str, int]:
     """Return the number of entries in each database of the environment."""
-    with lmdb.open(str(path), max_dbs=8, readonly=True) as env, env.begin() as txn:
+    with lmdb.open(str(path), max_dbs=9, readonly=True) as env, env.begin() as txn:
         names = [bytes(name) for name, _ in txn.cursor()]
         return {name.decode(): txn.stat(env.open_db(name, txn=txn, create=False))["entries"] for name in names}
 

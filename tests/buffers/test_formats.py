@@ -1,4 +1,4 @@
-"""Stores of all formats: those of other formats are refused and left alone, those of today's are read as they were."""
+"""Stores of all formats: most are refused and left alone, those of today's and the one before are read as they were."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import httpx
 import lmdb
 import pytest
 
+from service.buffers.doctor import examine
 from service.buffers.lmdb import LmdbStore
-from service.buffers.packed import FORMAT
+from service.buffers.packed import FORMAT, READABLE
 from service.errors import EpochGone, StoreFailed
 from tests.buffers.calls import add, value
 from tests.buffers.formats.make import CALLS, HERE, LAST, send
@@ -26,7 +27,9 @@ MADE = {path.name: int(re.split(r"\D", path.name)[0]) for path in sorted(HERE.gl
 
 CURRENT = f"{FORMAT}.tar.xz"
 
-OTHERS = [name for name, number in MADE.items() if number != FORMAT]
+READ = [f"{number}.tar.xz" for number in READABLE]
+
+OTHERS = [name for name in MADE if name not in READ]
 IN_POSTGRES = [name for name in OTHERS if MADE[name] != 2 and "first" not in name]
 
 COMMANDS = (
@@ -133,19 +136,33 @@ def test_the_export_of_every_format_brings_its_buffers(tmp_path: Path, name: str
         assert add(store, "weight", [1, 1, 1])["closed"]
 
 
-def test_a_store_of_this_format_holds_what_was_put_in(tmp_path: Path) -> None:
-    path = unpacked(CURRENT, tmp_path) / "store"
+@pytest.mark.parametrize("name", READ)
+def test_a_store_that_is_read_holds_what_was_put_in(tmp_path: Path, name: str) -> None:
+    path = unpacked(name, tmp_path) / "store"
+    assert wrong(path) == []
+    assert f", format {MADE[name]}\n" in called("doctor", "--store", f"lmdb:{path}")[1]
     with serving(store=f"lmdb:{path}", idempotency_seconds=1e9) as url:
         check_content(url)
     assert wrong(path) == []
+    assert f", format {FORMAT}\n" in called("doctor", "--store", f"lmdb:{path}")[1]
 
 
-def test_tables_of_this_format_hold_what_was_put_in(tmp_path: Path, postgres_url: str) -> None:
-    schema = restored(CURRENT, tmp_path, postgres_url)
+@pytest.mark.parametrize("name", READ)
+def test_tables_that_are_read_hold_what_was_put_in(tmp_path: Path, postgres_url: str, name: str) -> None:
+    schema = restored(name, tmp_path, postgres_url)
+    assert problems(schema, MADE[name]) == []
     with serving(store=postgres_url, postgres_schema=schema.name, idempotency_seconds=1e9) as url:
         check_content(url)
     assert schema.faults() == []
+    assert problems(schema, FORMAT) == []
     schema.drop()
+
+
+def problems(schema: Schema, number: int) -> list[str]:
+    """Return the faults that the doctor finds in tables of this format."""
+    first, *lines = examine(schema.url, MAX_BYTES, schema.name)
+    assert f", format {number}; " in first
+    return [line for line in lines if line.startswith("WRONG")]
 
 
 def check_content(url: str) -> None:
@@ -188,14 +205,17 @@ def test_a_new_store_is_made_like_that_of_this_format(tmp_path: Path, postgres_u
     assert entries_of(new).keys() == entries_of(path).keys()
     assert packed_in(new) == packed_in(path)
     assert tables_of(other) == tables_of(schema)
-    for each in (schema, other):
+    upgraded = restored(READ[0], tmp_path / "before", postgres_url)
+    upgraded.open().close()
+    assert tables_of(upgraded)["columns"] == tables_of(schema)["columns"]
+    for each in (schema, other, upgraded):
         each.drop()
 
 
 def packed_in(path: Path) -> list[str]:
     """Return the JSON in the databases of an LMDB store, with 0 for every number."""
     found = []
-    with lmdb.open(str(path), max_dbs=8, readonly=True) as env, env.begin() as txn:
+    with lmdb.open(str(path), max_dbs=9, readonly=True) as env, env.begin() as txn:
         for name in (b"buffers", b"pushes", b"values"):
             for key, sealed in txn.cursor(env.open_db(name, txn, create=False)):
                 data = bytes(sealed)[16 if name == b"pushes" else 0 : -8]  # without its checksum

@@ -84,13 +84,14 @@ class ValueCache:
 
 @dataclass
 class WriterState:
-    """The caches of the writer thread, and the two settings of the store that its transactions need.
+    """The caches of the writer thread, and the settings of the store that its transactions need.
 
     The caches are true while the last transaction of the store is `last`, of this process; 0 before its first.
     """
 
     allocate: Allocate
     max_buffers: int
+    max_graphs: int
     records: RecordCache = field(default_factory=RecordCache)
     values: ValueCache = field(default_factory=ValueCache)
     last: int = 0

@@ -1,4 +1,4 @@
-"""A large part of a push, which several transactions write: others have their turns between them.
+"""A large part of a push, or a large graph, which several transactions write: others have their turns between them.
 
 What is written belongs to a push with a name of its own, and is staged there, until the last transaction makes the
 request: then the part has it. After a crash the store forgets that push in its time.
@@ -7,7 +7,7 @@ request: then the part has it. After a crash the store forgets that push in its 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from service.buffers.batches import COST_OF_BUFFER
 from service.buffers.changes import Add
 from service.buffers.gradients import Dense, Gradient, Rows, stored_bytes
+from service.buffers.graph_changes import PutGraph
 from service.buffers.lmdb.sums import is_sum, may_be_sum
 from service.buffers.lmdb.transaction import LmdbTransaction
 from service.buffers.lmdb.value_writer import Written
@@ -23,7 +24,14 @@ from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import DRAFT, Part, Push, PushName, Staged, StagedPart
 from service.buffers.staging import Admitted
 from service.dtypes import Array
+from service.errors import GradserveError
 from service.kernels.gather import GatheredRows
+
+MOST_OF_GRAPH = 1 << 24
+"""What a transaction writes of a graph: other requests, even of the same trainer, wait for it up to 50 ms."""
+
+GRAPH_SECONDS = 3600.0
+"""How long the store keeps what is written of a graph that is not complete, as after a crash."""
 
 
 class Draft(NamedTuple):
@@ -52,7 +60,7 @@ def make_some(
     txn: LmdbTransaction, draft: Draft | None, request: Request, namespace: str, now: float
 ) -> Outcome | Draft:
     """Make a request as `make` does, or return the draft with what this transaction may write of its part."""
-    draft = _next(txn, draft, request, now)
+    draft = _next(txn, draft, request, namespace, now)
     if draft is not None and not draft.is_written:
         return draft
     if draft is not None:
@@ -71,18 +79,34 @@ def forgetting(draft: Draft) -> Request:
     return Request([Forget()], part=Part(name, 0, 1, caller, bytes(16), 0.0))
 
 
-def _next(txn: LmdbTransaction, draft: Draft | None, request: Request, now: float) -> Draft | None:
-    """Write what this transaction may of a part, behind what the draft has. Return the draft with it.
+def _next(txn: LmdbTransaction, draft: Draft | None, request: Request, namespace: str, now: float) -> Draft | None:
+    """Write what this transaction may of a part or a graph, behind what the draft has. Return the draft with it.
 
     Return None if the whole request should be made at once: it is small, the store has forgotten its draft, or it is
     refused or repeated, as far as that can be said without a look at the numbers. Raises `StoreFull`.
     """
+    most = txn.most_bytes if request.graph is None else min(txn.most_bytes, MOST_OF_GRAPH)
     if draft is not None:
-        return _written(txn, draft) if txn.push(draft.name) is not None else None
-    if request.part is None or _size(request) <= txn.most_bytes:
+        return _written(txn, draft, most) if txn.push(draft.name) is not None else None
+    if isinstance(request.graph, PutGraph):
+        content = request.graph.content
+        if content.size <= most or not _is_new(txn, request, request.graph, namespace):
+            return None
+        part = Part("", 0, 1, namespace, bytes(16), GRAPH_SECONDS)
+        return _written(txn, _begun(txn, part, [(content, False)], now), most)
+    if request.part is None or _size(request) <= most:
         return None
     adds = to_stage(txn, request.part, request.changes, now)
-    return None if adds is None else _written(txn, _begun(txn, request.part, adds, now))
+    return None if adds is None else _written(txn, _begun(txn, request.part, _arrays(adds), now), most)
+
+
+def _is_new(txn: LmdbTransaction, request: Request, graph: PutGraph, namespace: str) -> bool:
+    """Return whether the request makes a new graph, as far as that can be said without a look at the buffers."""
+    try:
+        is_known = request.key is not None and txn.recall(request.key, ()) is not None
+        return not is_known and graph.found(txn, namespace) is None
+    except GradserveError:
+        return False
 
 
 def _size(request: Request) -> int:
@@ -96,12 +120,13 @@ def _nbytes(gradient: Array | Gradient | Rows) -> int:
     return gradient.rows.nbytes if isinstance(gradient, Rows) else stored_bytes(gradient)
 
 
-def _begun(txn: LmdbTransaction, part: Part, adds: Admitted, now: float) -> Draft:
-    """Return a draft that has nothing yet, but has its room from now on. Raises `StoreFull`."""
-    found = {id(array): (array, may_be_sum) for array, may_be_sum in _arrays(adds)}
+def _begun(txn: LmdbTransaction, part: Part, contents: Iterable[tuple[Array, bool]], now: float) -> Draft:
+    """Return a draft that has nothing yet, but a part has its room from now on. Raises `PushesFull`."""
+    found = {id(array): (array, may_be_sum) for array, may_be_sum in contents}
     arrays = [array for array, _ in found.values()]
     size = sum(array.nbytes for array in arrays)
-    txn.admit_part(part.caller, size)
+    if part.push:
+        txn.admit_part(part.caller, size)
     draft = Draft(
         (part.caller, DRAFT + secrets.token_hex(16)),
         arrays,
@@ -123,10 +148,10 @@ def _arrays(adds: Admitted) -> Iterator[tuple[Array, bool]]:
             yield array, isinstance(gradient, Dense) and may_be_sum(record.spec, array)
 
 
-def _written(txn: LmdbTransaction, draft: Draft) -> Draft:
-    """Write up to `most_bytes` of the draft's arrays."""
+def _written(txn: LmdbTransaction, draft: Draft, most: int) -> Draft:
+    """Write up to `most` bytes of the draft's arrays."""
     txn.writes += 1
-    at, done, are_sums, left = draft.at, draft.done, [*draft.are_sums], txn.most_bytes
+    at, done, are_sums, left = draft.at, draft.done, [*draft.are_sums], most
     while left > 0 and at < len(draft.arrays):
         array = draft.arrays[at]
         end = txn.values.append(draft.values[at], array, done, left)

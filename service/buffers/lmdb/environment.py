@@ -67,6 +67,7 @@ class Environment:
     outcomes: Any
     pushes: Any
     deadlines: Any
+    graphs: Any
 
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:
         self.path, self.max_bytes = path, max_bytes
@@ -96,11 +97,12 @@ class Environment:
         self.meta = self._env.open_db(b"meta", txn, create=txn is not None)
         with nullcontext(txn) if txn is not None else self._env.begin() as reader:
             stored = reader.get(b"format", db=self.meta)
-        if stored is not None:
-            check_format(stored.decode(errors="replace"), f"The store in {self.path}")
+        self.format = str(FORMAT) if stored is None else stored.decode(errors="replace")
+        check_format(self.format, f"The store in {self.path}")
         for name in DATABASES:
-            setattr(self, name, self._env.open_db(name.encode(), txn, create=txn is not None))
-        if txn is not None and stored is None:
+            lacks = name == "graphs" and txn is None and self.format == "6"
+            setattr(self, name, None if lacks else self._env.open_db(name.encode(), txn, create=txn is not None))
+        if txn is not None and (stored is None or self.format != str(FORMAT)):
             txn.put(b"format", str(FORMAT).encode(), db=self.meta)
 
     def _lengthen(self) -> None:

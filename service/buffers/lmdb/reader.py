@@ -11,6 +11,7 @@ from typing import Any
 
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import CLOCK, CLOCK_SEED, COUNT, DATABASES, DUE, NUMBER, TIME, microseconds, name_of
+from service.buffers.lmdb.graphs import GraphReader
 from service.buffers.lmdb.keys import KeyReader
 from service.buffers.lmdb.pages import faults_of
 from service.buffers.lmdb.pushes import PushReader
@@ -28,6 +29,7 @@ class Reader:
     def __init__(self, env: Environment, txn: Any) -> None:
         self._env, self._txn = env, txn
         self.values, self.keys, self.pushes = ValueReader(env, txn), KeyReader(env, txn), PushReader(env, txn)
+        self.graphs = GraphReader(env, txn)
 
     def get(self, name: BufferName) -> Record | None:
         """Return the buffer, expired or not. Raises `BufferCorrupt`."""

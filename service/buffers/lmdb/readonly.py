@@ -8,17 +8,18 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from service.buffers.graphs import StoredGraph, damaged
 from service.buffers.lmdb.clock import clock_of
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import due_entry
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.lmdb.values import StoredGradient
-from service.buffers.packed import FORMAT
+from service.buffers.names import BufferName
 from service.buffers.pushes import DRAFT
 from service.buffers.readonly import WRONG
 from service.buffers.record import Spec
-from service.dtypes import Array
+from service.dtypes import BOOL, Array
 from service.errors import BufferCorrupt
 
 
@@ -27,6 +28,15 @@ class LmdbMoment(Reader):
 
     def streamed(self, spec: Spec, value: int | None) -> Iterator[Array]:
         return self.values.streamed(spec, value)
+
+    def sound_graphs(self, prefix: str = "") -> Iterator[tuple[BufferName, StoredGraph | None]]:
+        return self.graphs.all(prefix.encode(), prefix.encode() + b"\xff")
+
+    def model(self, graph: StoredGraph) -> Iterator[Array]:
+        try:
+            yield from self.values.streamed(Spec((graph.nbytes,), BOOL), graph.id)
+        except BufferCorrupt:
+            raise damaged(graph.name, "model") from None
 
     def faults(self) -> list[str]:
         return self.damaged_pages()  # LMDB might end the process
@@ -123,7 +133,7 @@ class LmdbReadOnly:
 
     def described(self) -> Iterator[str]:
         env = self._env
-        yield f"store {env.path}, format {FORMAT}"
+        yield f"store {env.path}, format {env.format}"
         yield f"data.mdb {env.file_bytes()} bytes, values {env.file.disk_bytes()}; limit {env.max_bytes}"
 
     def now(self) -> float:

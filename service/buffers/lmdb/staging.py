@@ -1,10 +1,13 @@
-"""The steps of a push in parts, in a transaction that writes."""
+"""The steps of a push in parts and of a graph, in a transaction that writes."""
 
 from __future__ import annotations
 
 import sys
 
 from service.buffers.gradients import Gradient
+from service.buffers.graphs import StoredGraph, check_count
+from service.buffers.lmdb.caches import WriterState
+from service.buffers.lmdb.graphs import GraphWriter
 from service.buffers.lmdb.pushes import PushWriter
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.value_writer import ValueWriter
@@ -12,13 +15,16 @@ from service.buffers.names import BufferName
 from service.buffers.pushes import Place, Push, PushName
 from service.buffers.record import Record, Spec
 from service.buffers.room import check_staged
+from service.dtypes import Array
 
 
 class Staging(Reader):
-    """A transaction that stages gradients, and that adds staged gradients."""
+    """A transaction that stages gradients, adds staged gradients, and changes graphs."""
 
     values: ValueWriter
     pushes: PushWriter
+    graphs: GraphWriter
+    _state: WriterState
     writes: int
     to_fold: dict[int, BufferName]
     """Values that should be folded soon after the commit, and their buffers."""
@@ -52,6 +58,20 @@ class Staging(Reader):
     def free_staged(self, place: Place) -> None:
         self.writes += 1
         self.values.free_staged(place)
+
+    def graph(self, name: BufferName) -> StoredGraph | None:
+        return self.graphs.find(name)
+
+    def admit_graph(self, namespace: str) -> None:
+        check_count(self.graphs.count(namespace), self._state.max_graphs)
+
+    def put_graph(self, name: BufferName, graph: StoredGraph | None) -> None:
+        self.writes += 1
+        self.graphs.put(name, graph)
+
+    def store_bytes(self, content: Array) -> int:
+        self.writes += 1
+        return self.values.store_bytes(content)
 
     def fold(self, record: Record, value: int) -> None:
         """Add to a value of the buffer some of what waits for it."""

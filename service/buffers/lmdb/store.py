@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from service.buffers.epochs import Closed
+from service.buffers.graphs import MAX_GRAPHS, StoredGraph, damaged, known
 from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.clock import clock_of
 from service.buffers.lmdb.environment import Environment
@@ -60,10 +61,11 @@ class LmdbStore(Store):
         clock: Callable[[], float] | None = None,
         committed: Committed = uncounted,
         max_buffers: int = MAX_BUFFERS,
+        max_graphs: int = MAX_GRAPHS,
     ) -> None:
         self._env = Environment(path, max_bytes=max_bytes)
         self._allocate, self._clock = allocate, clock or clock_of(self._env)
-        state = WriterState(allocate, max_buffers)
+        state = WriterState(allocate, max_buffers, max_graphs)
         self._writer = Writer(self._env, state, key_seconds=key_seconds, clock=self._clock, committed=committed)
 
     def submit(self, request: Request) -> Future[Outcome]:
@@ -122,6 +124,23 @@ class LmdbStore(Store):
             own = ((name[1], push) for name, push in reader.pushes.all(self.namespace) if push is not None)
             sent = ((name, push) for name, push in own if push.until > now and not name.startswith(DRAFT))
             return listed(sent, prefix, limit)
+
+    def graph(self, name: str) -> StoredGraph:
+        with reading(self._env) as reader:
+            return known(reader.graphs.find(BufferName(self.namespace, name)), name)
+
+    def graphs(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[StoredGraph]:
+        with reading(self._env) as reader:
+            found = reader.graphs.all(*key_range(self.namespace, prefix, after))
+            return [*islice((graph for _, graph in found if graph is not None), limit)]
+
+    def graph_content(self, graph: StoredGraph) -> memoryview:
+        with reading(self._env) as reader:
+            known(reader.graphs.find(BufferName(self.namespace, graph.name)), graph.name, graph.id)
+            try:
+                return reader.values.load_bytes(graph.id, graph.nbytes).data.toreadonly()
+            except BufferCorrupt:
+                raise damaged(graph.name, "model") from None
 
     def generation(self) -> int:
         return self._env.generation()

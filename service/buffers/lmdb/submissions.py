@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from service.buffers.batches import COST_OF_BUFFER, MOST_SHARED_BYTES
 from service.buffers.changes import Change
-from service.buffers.lmdb.drafts import Draft, forgetting, make_some
+from service.buffers.graph_changes import PutGraph
+from service.buffers.lmdb.drafts import MOST_OF_GRAPH, Draft, forgetting, make_some
 from service.buffers.lmdb.staging import Staging
 from service.buffers.lmdb.transaction import LmdbTransaction
 from service.buffers.names import BufferName
@@ -35,8 +36,9 @@ class Submission(NamedTuple):
 
     def work(self, records: Mapping[BufferName, Record | None]) -> int:
         """Return the work as bytes: of its buffers, as far as they are in `records`, and for each buffer."""
-        changes = self.request.changes
+        changes, graph = self.request.changes, self.request.graph
         work = COST_OF_BUFFER * (1 + len(changes))
+        work += min(graph.content.size, MOST_OF_GRAPH) if isinstance(graph, PutGraph) else 0
         for change in changes:
             if work > MOST_SHARED_BYTES:
                 break
@@ -54,7 +56,7 @@ class Submission(NamedTuple):
         """Make the request, or some of it. Return the outcome or the draft, and what the store may hold after it."""
         request = resolved(txn, self.request, self.namespace)
         made = make_some(txn, self.draft, request, self.namespace, now)
-        return made, room_for(request, made if isinstance(made, Outcome) else Outcome({}), max_bytes)
+        return made, room_for(request, made if isinstance(made, Outcome) else Outcome({}, is_new=True), max_bytes)
 
     def forgetting(self) -> list[Submission]:
         """Return the request that frees what was written, if anything was."""

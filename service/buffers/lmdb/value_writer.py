@@ -229,13 +229,14 @@ class ValueWriter(ValueReader):
     def _store(self, gradient: Gradient, weight: float = 1.0) -> StoredGradient:
         """Store a gradient as it came."""
         if isinstance(gradient, GatheredRows):
-            array, ids = gradient.grad, [self._store_bytes(each) for each in (gradient.index, gradient.grad)]
+            array, ids = gradient.grad, [self.store_bytes(each) for each in (gradient.index, gradient.grad)]
         else:
             assert isinstance(gradient, Dense)
-            array, ids = gradient.array, [self._store_bytes(gradient.array)]
+            array, ids = gradient.array, [self.store_bytes(gradient.array)]
         return StoredGradient(ids, array.shape, NAMES[array.dtype], weight)
 
-    def _store_bytes(self, array: Array) -> int:
+    def store_bytes(self, array: Array) -> int:
+        """Store the bytes of an array as a value. Return its id."""
         if (written := self.written.pop(id(array), None)) is not None:
             return written.value
         value = self.new_id()

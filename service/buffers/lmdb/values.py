@@ -166,7 +166,7 @@ class ValueReader:
         value, entry = stored.ids[-1], self._entry(stored.ids[-1])
         if stored.is_streamed(spec) and entry.inline is None:
             return _Streamed(shape, dtype, lambda number, out: self._read(value, entry.chunks, number, out))
-        *index, array = map(self._load_bytes, stored.ids, stored.sizes)
+        *index, array = map(self.load_bytes, stored.ids, stored.sizes)
         array = array.view(dtype).reshape(shape)
         if index:
             return GatheredRows.of(spec.shape, index[0].view(np.int64).reshape(2, shape[0]), array)
@@ -208,7 +208,8 @@ class ValueReader:
         step = CHUNK_BYTES // spec.dtype.itemsize
         return [(self.gradient(spec, stored), stored.weight, stored.done * step) for stored in gradients]
 
-    def _load_bytes(self, value: int, size: int) -> Array:
+    def load_bytes(self, value: int, size: int) -> Array:
+        """Return the bytes of a value, flat, in memory of their own."""
         return self.load(Spec((size,), BOOL), value, np.empty).view(np.uint8)
 
 

@@ -24,12 +24,13 @@ from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, pack_known
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import statements as sql
+from service.buffers.postgres.changes import Changes, Found, Stored
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.exchange import Connection, ResultRows, columns
 from service.buffers.postgres.failures import MovedError, NoStandbyError, is_damage
+from service.buffers.postgres.graphs import ask_graphs, found_graphs, put_graphs
 from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, ask_pushes, found_pushes, put_pushes
 from service.buffers.postgres.schema import FREED_SECONDS
-from service.buffers.postgres.transaction import Changes, Found, Stored
 from service.buffers.restore import Restore
 from service.buffers.sealed import pack_record, unpack_record
 from service.buffers.sets import Set
@@ -99,7 +100,8 @@ class Batch:
         wide = [(one.namespace, one.request.wide.prefix) for one in self.submissions if one.request.wide is not None]
         # While a prefix is searched, no other server may create buffers in the namespace.
         creating = {one.namespace for one in self.submissions if any(map(_may_create, one.request.changes))}
-        growing = sorted(creating | {namespace for namespace, _ in wide})
+        graphs = [BufferName(one.namespace, one.request.graph.name) for one in self.submissions if one.request.graph]
+        growing = sorted(creating | {namespace for namespace, _ in (*wide, *graphs)})
         blobs = [blob for one in self.submissions for blob in one.staged.values()]
         locks = sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing)
         named, most = columns(names, 2), perform.MAX_CHANGED_BYTES
@@ -110,11 +112,12 @@ class Batch:
                 sql.COUNTS(growing, clock) if growing else None,
                 sql.WIDE_RECORDS(most, *named, *columns(wide, 2)) if wide else sql.LOCKED_RECORDS(most, *named),
                 sql.CLAIM(blobs) if blobs else None,
+                *ask_graphs(graphs),
                 STAGED_VALUES([*pushes.values]) if pushes.values else None,
                 sql.TIME(clock),
             ]
         )
-        _, _, _, _, keys, _, counts, rows, self._claimed, staged, ((self.now, standbys),) = said
+        _, _, _, _, keys, _, counts, rows, self._claimed, *of_graphs, staged, ((self.now, standbys),) = said
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
         if self._mark in known:
             connection.execute("rollback")
@@ -131,7 +134,7 @@ class Batch:
         if any(packed is None for _, _, packed, _ in rows):
             perform.check_records(most + 1)
         records, seqs = _records(names, rows)
-        return Found(records, known, Counter(dict(counts)), seqs, pushes)
+        return Found(records, known, Counter(dict(counts)), seqs, pushes, found_graphs(graphs, *of_graphs))
 
     def write(self, database: Database, connection: Connection, found: Found) -> None:
         """Write the changes and commit."""
@@ -158,6 +161,7 @@ class Batch:
                     sql.FREE(changes.freed, None, FREED_SECONDS) if changes.freed else None,
                     sql.STAGE(0.0, *columns(unused, 2)) if unused else None,
                     *put_pushes(changes.pushes),
+                    *put_graphs(changes.graphs),
                     sql.REMEMBER(self.now, *columns([*keys, (self._mark, "", b"")], 3)) if changes else None,
                     sql.FORGET_MARKS(*columns(old, 2)) if changes and old else None,
                 ],

@@ -12,19 +12,21 @@ from functools import partial
 import numpy as np
 import psycopg
 
+from service.buffers.graphs import StoredGraph
 from service.buffers.names import BufferName
-from service.buffers.packed import FORMAT, unpack_known, unpack_push
+from service.buffers.packed import unpack_known, unpack_push
 from service.buffers.postgres.connections import CONNECT_SECONDS
 from service.buffers.postgres.deltas import Delta, complete, read_numbers, stream, total
 from service.buffers.postgres.exchange import Connection, Execution, Statement
 from service.buffers.postgres.failures import as_operator_error
+from service.buffers.postgres.graphs import ALL_GRAPHS, model_of, unpacked
 from service.buffers.postgres.pushes import ALL_PUSHES, values_of
 from service.buffers.postgres.schema import has_tables
-from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, NOW
+from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, HAS_TABLE, NOW, VERSION
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
 from service.buffers.sealed import unpack_record
-from service.dtypes import Array
+from service.dtypes import BOOL, Array
 from service.errors import BufferCorrupt, StoreFailed
 
 KEYS_AT_ONCE = 10_000
@@ -104,6 +106,15 @@ class PostgresMoment:
             numbers = total(self._connection, spec, deltas, np.empty)
         yield numbers
 
+    def sound_graphs(self, prefix: str = "") -> Iterator[tuple[BufferName, StoredGraph | None]]:
+        if self._connection.ask(HAS_TABLE("graphs")) == [(True,)]:  # else it is a store of format 6
+            yield from unpacked(self._connection.ask(ALL_GRAPHS(prefix)))
+
+    def model(self, graph: StoredGraph) -> Iterator[Array]:
+        with _operator_errors(), self._connection.transaction(force_rollback=True):
+            content = model_of(self._connection, graph)
+        yield np.frombuffer(content, BOOL)
+
     def faults(self) -> list[str]:
         return []
 
@@ -124,7 +135,9 @@ class PostgresReadOnly:
     def described(self) -> Iterator[str]:
         info = self._connection.info
         major, minor = divmod(info.server_version, 10_000)
-        yield f"store {self._schema} in {info.dbname} at {info.host}, format {FORMAT}; PostgreSQL {major}.{minor}"
+        with _operator_errors():
+            ((version,),) = self._connection.exchange([*_beginning(self._schema), VERSION(), COMMIT()])[2]
+        yield f"store {self._schema} in {info.dbname} at {info.host}, format {version}; PostgreSQL {major}.{minor}"
 
     def now(self) -> float:
         with _operator_errors():

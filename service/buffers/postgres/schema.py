@@ -17,10 +17,11 @@ A table has the blobs of a block of ids, and is dropped once all of them are fre
 
 A record is sealed as in LMDB: it ends with a checksum, seeded by the name of its buffer (`service/buffers/sealed.py`).
 
-The gradients of a push in parts are deltas, too, of values that no buffer has: see `pushes.py`.
+The gradients of a push in parts are deltas, too, of values that no buffer has: see `pushes.py`. So are the models of
+graphs: see `graphs.py`.
 
-A transaction takes its locks in one order: keys, pushes, namespaces with new buffers, buffers by name. A fold locks one
-buffer. The janitor locks pushes whose time is over, and waits for none.
+A transaction takes its locks in one order: keys, pushes, namespaces with new buffers or graphs, buffers by name. A
+fold locks one buffer. The janitor locks pushes whose time is over, and waits for none.
 """
 
 from __future__ import annotations
@@ -95,6 +96,14 @@ create table keys (
 insert into meta values ({FORMAT});
 """
 
+_GRAPHS = b"""
+create table if not exists graphs (
+    namespace text collate "C" not null,
+    name text collate "C" not null,
+    record bytea not null,
+    primary key (namespace, name)
+)
+"""
 
 _COUNTS = b"""
 create unlogged table if not exists counts (
@@ -107,13 +116,15 @@ create unlogged table if not exists counts (
 
 
 def prepare(database: Database) -> None:
-    """Make the tables if they are not there. Raises `StoreFailed` for those of another format."""
+    """Make the tables that are not there, in a store of format 6, too. Raises `StoreFailed` for other formats."""
     with database.transaction() as connection:
         check_settings(database, connection)
         connection.ask(_LOCK())
         if not has_tables(connection, database.schema):
             connection.execute(sql.SQL("create schema if not exists {}").format(sql.Identifier(database.schema)))
             connection.execute(_TABLES.encode())
+        connection.execute(_GRAPHS)
+        connection.execute(f"update meta set version = {FORMAT} where version < {FORMAT}".encode())
         connection.execute(_COUNTS)
 
 

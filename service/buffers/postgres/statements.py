@@ -239,7 +239,7 @@ EXPIRED = Statement("""
 USED = Statement(f"""
     select (select {COUNTED_BYTES} from deltas)
          + (select coalesce(sum(pg_total_relation_size(relid)), 0)::bigint from pg_partition_tree('keys'))
-         + pg_total_relation_size('buffers') + pg_total_relation_size('pushes')
+         + pg_total_relation_size('buffers') + pg_total_relation_size('pushes') + pg_total_relation_size('graphs')
 """)
 
 KEY_BYTES = Statement("""

@@ -5,23 +5,22 @@ The changes stay in memory until all requests are made, so that a request that f
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from service.buffers.gradients import Dense, Gradient, add_whole
+from service.buffers.graphs import StoredGraph, check_count
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, unpack_known
 from service.buffers.postgres.blobs import Blobs
+from service.buffers.postgres.changes import Changes, Found, Stored
 from service.buffers.postgres.compactor import Fold, is_worth_a_fold
 from service.buffers.postgres.deltas import Delta, Payload, complete, delta_of, gradient_of, payload_of, stream, total
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.janitor import Janitor
-from service.buffers.postgres.pushes import FoundPushes
 from service.buffers.postgres.schema import ROW_BYTES
 from service.buffers.pushes import Place, Push, PushName
 from service.buffers.record import Key, Known, Record, Spec, too_many
@@ -34,64 +33,6 @@ V = TypeVar("V")
 
 MAX_SEQ = 1 << 62
 """A larger `seq` is damaged: no value has as many gradients."""
-
-
-class Stored(NamedTuple):
-    """A buffer, and the `seq` of the last delta of its value."""
-
-    record: Record
-    seq: int
-
-
-@dataclass
-class Found:
-    """What the database has of the buffers, keys and namespaces of a batch, all of them locked."""
-
-    records: dict[BufferName, Stored | BufferCorrupt | None]
-    keys: dict[bytes, bytes]
-    """What is stored with each key, packed."""
-    counts: Counter[str]
-    seqs: dict[int, int]
-    """The `seq` of the last delta of each value that grows."""
-    of_pushes: FoundPushes
-
-
-@dataclass
-class Changes:
-    """What requests have changed."""
-
-    records: dict[BufferName, Stored | None] = field(default_factory=dict)
-    deltas: dict[int, list[Delta]] = field(default_factory=dict)
-    """The new deltas by value."""
-    blobs: dict[int, Payload] = field(default_factory=dict)
-    """Blobs that were not staged."""
-    freed: list[int] = field(default_factory=list)
-    keys: dict[bytes, tuple[Key, Known]] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
-    folds: list[Fold] = field(default_factory=list)
-    pushes: dict[PushName, Push | None] = field(default_factory=dict)
-    staged_bytes: Counter[str] = field(default_factory=Counter)
-    """How many bytes more each namespace has staged."""
-    added: list[int] = field(default_factory=list)
-    """Values of new staged gradients that are part of sums now."""
-
-    def __bool__(self) -> bool:
-        return bool(self.records or self.keys or self.pushes)
-
-    def merge(self, others: Changes) -> None:
-        """Take over the changes of a request that succeeded."""
-        self.records |= others.records
-        for value, deltas in others.deltas.items():
-            self.deltas.setdefault(value, []).extend(deltas)
-        self.blobs |= others.blobs
-        self.freed += others.freed
-        self.keys |= others.keys
-        self.counts.update(others.counts)
-        self.folds += others.folds
-        self.pushes |= others.pushes
-        self.staged_bytes.update(others.staged_bytes)
-        for value in others.added:
-            del self.deltas[value]
 
 
 class PostgresTransaction:
@@ -110,12 +51,13 @@ class PostgresTransaction:
         blobs: Blobs,
         allocate: Allocate,
         max_buffers: int,
+        max_graphs: int,
         now: float,
         janitor: Janitor,
     ) -> None:
         self._connection, self._found, self._earlier, self._staged = connection, found, earlier, staged
         self.new_id, self._blobs, self._allocate, self._max_buffers = next_id, blobs, allocate, max_buffers
-        self.changes, self._now, self._janitor = Changes(), now, janitor
+        self.changes, self._now, self._janitor, self._max_graphs = Changes(), now, janitor, max_graphs
 
     def _stored(self, name: BufferName) -> Stored | None:
         return _latest(name, self.changes.records, self._earlier.records, self._found.records)
@@ -278,6 +220,21 @@ class PostgresTransaction:
 
     def free_staged(self, place: Place) -> None:
         self.free(place[0])
+
+    def graph(self, name: BufferName) -> StoredGraph | None:
+        return _latest(name, self.changes.graphs, self._earlier.graphs, self._found.of_graphs.graphs)
+
+    def admit_graph(self, namespace: str) -> None:
+        check_count(self._found.of_graphs.counts[namespace] + self._earlier.graph_counts[namespace], self._max_graphs)
+
+    def put_graph(self, name: BufferName, graph: StoredGraph | None) -> None:
+        self.changes.graph_counts[name.namespace] += -1 if graph is None else 1
+        self.changes.graphs[name] = graph
+
+    def store_bytes(self, content: Array) -> int:
+        value = self.new_id()
+        self._append(value, 1, Dense(content, content.shape), 1.0, overwrite=True)
+        return value
 
 
 def _latest(name: K, *states: Mapping[K, V | BufferCorrupt | None]) -> V | None:

@@ -19,10 +19,12 @@ from service.buffers import failpoints
 from service.buffers.batches import COST_OF_BUFFER, Batches
 from service.buffers.changes import Add
 from service.buffers.gradients import Rows, adds_nothing
+from service.buffers.graph_changes import PutGraph
 from service.buffers.parts import make
 from service.buffers.perform import Outcome, Request, resolved
 from service.buffers.postgres.batch import Batch, StagedLostError, Submission
 from service.buffers.postgres.blobs import Blobs
+from service.buffers.postgres.changes import Changes, Found
 from service.buffers.postgres.compactor import Fold
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.deadlines import Deadlines
@@ -32,7 +34,7 @@ from service.buffers.postgres.failures import retried
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.schema import ROW_BYTES, make_partitions
 from service.buffers.postgres.statements import MOST_DUE, STAGE
-from service.buffers.postgres.transaction import Changes, Found, PostgresTransaction
+from service.buffers.postgres.transaction import PostgresTransaction
 from service.buffers.restore import Restore
 from service.buffers.store import Allocate, Committed, after_commit, settle, without_traceback
 from service.engine.pool import Pool
@@ -71,12 +73,14 @@ class Writer:
         changed: Callable[[], None],
         janitor: Janitor,
         max_buffers: int,
+        max_graphs: int,
         fold: Callable[[Fold], None],
         turns: Turns,
     ) -> None:
         self._database, self._next_id, self._allocate, self._key_seconds = database, next_id, allocate, key_seconds
         self._committed, self._changed, self._janitor, self._max_buffers = committed, changed, janitor, max_buffers
         self._fold, self._turns, self._blobs, self._deadlines = fold, turns, blobs, Deadlines(database)
+        self._max_graphs = max_graphs
         self._connection: Connection | None = None
         self._marks: list[tuple[bytes, float]] = []
         self._stagers = Pool(STAGING_THREADS)
@@ -256,6 +260,7 @@ class Writer:
             self._blobs,
             self._allocate,
             self._max_buffers,
+            self._max_graphs,
             batch.now,
             self._janitor,
         )
@@ -279,11 +284,12 @@ def _work_of(submission: Submission) -> int:
 
 
 def _large(submission: Submission) -> dict[int, Payload]:
-    """Return the gradients that are too large for a row, by the identity of their arrays. Sum up the others."""
-    changes = submission.request.changes
+    """Return the arrays of the request that are too large for a row, by their identity. Sum up the others."""
+    changes, graph = submission.request.changes, submission.request.graph
     added = [one.gradient for one in changes if isinstance(one, Add) and one.do_update and one.weight]
     gradients = [one.gathered if isinstance(one, Rows) else one for one in added if not adds_nothing(one)]
     arrays = [change.value for change in changes if isinstance(change, Restore)]
+    arrays += [graph.content] if isinstance(graph, PutGraph) else []
     payloads = {id(one): payload_of(one) for one in (*gradients, *arrays) if one is not None}
     sizes = {key: payload.nbytes for key, payload in payloads.items()}
     submission.unstaged_bytes = sum(size for size in sizes.values() if size <= ROW_BYTES)

@@ -1,0 +1,96 @@
+"""What a request does to a graph, written in terms of a store's `Transaction`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from service.buffers.graphs import StoredGraph, digest_of, known
+from service.buffers.names import BufferName
+from service.buffers.transaction import Transaction
+from service.dtypes import BOOL, Array
+from service.errors import EpochGone, GraphCorrupt, GraphExists, shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class PutGraph:
+    """The wish for a graph of these bytes: a new one, or the one that has the same bytes and options.
+
+    The caller must not change the `content` before the request is done.
+    """
+
+    name: str
+    content: Array
+    """The bytes of the model, flat, as bool: the dtype of a byte."""
+    digest: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    created: float | None = None
+    """When another store has made it; None for now."""
+
+    @classmethod
+    def of(cls, name: str, content: bytes | memoryview, options: Mapping[str, str]) -> PutGraph:
+        """Return the change for these bytes. A gigabyte takes more than a second."""
+        return cls(name=name, content=np.frombuffer(content, BOOL), digest=digest_of(content), options=options)
+
+    def found(self, txn: Transaction, namespace: str) -> StoredGraph | None:
+        """Return the same graph if it is there. Raises `GraphExists`, `TooManyGraphs` and `GraphCorrupt`."""
+        graph = txn.graph(BufferName(namespace, self.name))
+        if graph is None:
+            txn.admit_graph(namespace)
+        elif graph.digest != self.digest:
+            raise self._exists("another model")
+        elif graph.options != self.options:
+            raise self._exists(f"the options {shown(dict(graph.options))}, not {shown(dict(self.options))}")
+        return graph
+
+    def _exists(self, differing: str) -> GraphExists:
+        problem = f"There is a graph {self.name!r} with {differing}: delete it first, or use another name"
+        return GraphExists(problem, graph=self.name)
+
+    def make(self, txn: Transaction, namespace: str, now: float) -> tuple[StoredGraph, bool]:
+        """Return the graph, and whether it is new. Raises what `found` raises."""
+        if (found := self.found(txn, namespace)) is not None:
+            return found, False
+        value, created = txn.store_bytes(self.content), now if self.created is None else self.created
+        made = StoredGraph(self.name, value, created, dict(self.options), self.content.size, self.digest)
+        txn.put_graph(BufferName(namespace, self.name), made)
+        return made, True
+
+    def again(self, txn: Transaction, namespace: str, marks: Sequence[str]) -> tuple[StoredGraph, bool]:
+        """Return what `make` has returned for the same request before. Raises `EpochGone` if the graph is gone."""
+        found, (made, was_new) = txn.graph(BufferName(namespace, self.name)), marks
+        if found is None or str(found.id) != made:
+            raise EpochGone(
+                f"This request was made before, for a graph {self.name!r} that no longer exists. A request for a new"
+                " graph of that name needs a new key",
+                graph=self.name,
+            )
+        return found, bool(was_new)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteGraph:
+    """The wish to delete a graph, even if it is damaged."""
+
+    name: str
+
+    def make(self, txn: Transaction, namespace: str, now: float) -> tuple[None, bool]:
+        """Delete the graph. Raises `UnknownGraph`."""
+        name = BufferName(namespace, self.name)
+        try:
+            txn.free(known(txn.graph(name), self.name).id)
+        except GraphCorrupt:
+            pass  # the bytes of its model stay until an export
+        txn.put_graph(name, None)
+        return None, False
+
+    def again(self, txn: Transaction, namespace: str, marks: Sequence[str]) -> tuple[None, bool]:
+        """Return what `make` has returned for the same request before."""
+        return None, False
+
+
+def marks_of(graph: StoredGraph | None, is_new: bool) -> tuple[str, ...]:
+    """Return what a store keeps with the key of a request, for `again`."""
+    return () if graph is None else (str(graph.id), "new" if is_new else "")

@@ -1,0 +1,80 @@
+"""What the database says of the requests of a batch, and what they change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from service.buffers.graphs import StoredGraph
+from service.buffers.names import BufferName
+from service.buffers.postgres.compactor import Fold
+from service.buffers.postgres.deltas import Delta, Payload
+from service.buffers.postgres.graphs import FoundGraphs
+from service.buffers.postgres.pushes import FoundPushes
+from service.buffers.pushes import Push, PushName
+from service.buffers.record import Key, Known, Record
+from service.errors import BufferCorrupt
+
+
+class Stored(NamedTuple):
+    """A buffer, and the `seq` of the last delta of its value."""
+
+    record: Record
+    seq: int
+
+
+@dataclass
+class Found:
+    """What the database has of the buffers, keys and namespaces of a batch, all of them locked."""
+
+    records: dict[BufferName, Stored | BufferCorrupt | None]
+    keys: dict[bytes, bytes]
+    """What is stored with each key, packed."""
+    counts: Counter[str]
+    seqs: dict[int, int]
+    """The `seq` of the last delta of each value that grows."""
+    of_pushes: FoundPushes
+    of_graphs: FoundGraphs
+
+
+@dataclass
+class Changes:
+    """What requests have changed."""
+
+    records: dict[BufferName, Stored | None] = field(default_factory=dict)
+    deltas: dict[int, list[Delta]] = field(default_factory=dict)
+    """The new deltas by value."""
+    blobs: dict[int, Payload] = field(default_factory=dict)
+    """Blobs that were not staged."""
+    freed: list[int] = field(default_factory=list)
+    keys: dict[bytes, tuple[Key, Known]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    folds: list[Fold] = field(default_factory=list)
+    pushes: dict[PushName, Push | None] = field(default_factory=dict)
+    staged_bytes: Counter[str] = field(default_factory=Counter)
+    """How many bytes more each namespace has staged."""
+    graphs: dict[BufferName, StoredGraph | None] = field(default_factory=dict)
+    graph_counts: Counter[str] = field(default_factory=Counter)
+    added: list[int] = field(default_factory=list)
+    """Values of new staged gradients that are part of sums now."""
+
+    def __bool__(self) -> bool:
+        return bool(self.records or self.keys or self.pushes or self.graphs)
+
+    def merge(self, others: Changes) -> None:
+        """Take over the changes of a request that succeeded."""
+        self.records |= others.records
+        for value, deltas in others.deltas.items():
+            self.deltas.setdefault(value, []).extend(deltas)
+        self.blobs |= others.blobs
+        self.freed += others.freed
+        self.keys |= others.keys
+        self.counts.update(others.counts)
+        self.folds += others.folds
+        self.pushes |= others.pushes
+        self.staged_bytes.update(others.staged_bytes)
+        self.graphs |= others.graphs
+        self.graph_counts.update(others.graph_counts)
+        for value in others.added:
+            del self.deltas[value]
