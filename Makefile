@@ -100,9 +100,10 @@ soak: $(BENCH)/.bench  ## overload the server for three minutes, then abandon re
 golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels and PyTorch again for the answers in tests/golden: FAMILY=NAME for one module of kernels
 	$(BENCH)/bin/python -m tests.golden.make $(FAMILY)
 
-graphs: $(BENCH)/.bench $(VENV)/.dev  ## run the training graphs in FOLDER, and replay each training node of them; tests/golden/make_graphs.py says what FOLDER has
+graphs: $(BENCH)/.bench $(VENV)/.dev  ## run the training graphs in FOLDER, whole, and each training node of them; tests/golden/make_graphs.py says what FOLDER has
 	$(BENCH)/bin/python -m tests.golden.make_graphs $(FOLDER) --all build/graphs
 	GRADSERVE_GRAPHS=build/graphs $(BIN)/python -m pytest -q tests/api/test_graphs.py
+	GRADSERVE_GRAPHS_FOLDER=$(FOLDER) $(BIN)/python -m pytest -q tests/graphs/test_training.py
 
 docs: $(VENV)/.dev  ## generate the tables of the documents and the modules of the client
 	$(BIN)/python -m tests.documentation

@@ -114,7 +114,7 @@ def assert_works(
 ) -> None:
     tensors = example(operator, {"float": floats, "integer": integers})
     expected = run(operator, tensors)
-    body = b"".join(json_codec.encode(tensors, form, grouped=operator.has_groups))
+    body = b"".join(json_codec.encode(tensors, form, groups=operator.all_groups))
     path, headers = f"/v1/ops/{operator.name}", {"Content-Type": "application/json"}
     answer = client.post(path, content=body, headers=headers, params=dict(operator.example_attributes))
     assert_same(decode(answer), expected)

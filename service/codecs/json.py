@@ -141,25 +141,25 @@ def encode(
     encoding: Encoding,
     others: Mapping[str, Mapping[str, Any]] | None = None,
     *,
-    grouped: bool = False,
+    groups: Collection[str] = (),
 ) -> list[bytes]:
     """Return the pieces of a JSON object: name -> `{"dtype", "shape", "data"}`, or `"base64"` in place of `"data"`.
 
-    `others` are members that are not tensors, by name. If they are `grouped`, `weights.b` is the member `b` of the
-    object `weights`.
+    `others` are members that are not tensors, by name. If weights is one of the `groups`, `weights.b` is the member `b`
+    of the object `weights`.
     """
     members = {name: encode_tensor(tensor, encoding) for name, tensor in tensors.items()}
     if others:
         members |= {name: [orjson.dumps(other)] for name, other in others.items()}
-    return _object_text(_grouped(members) if grouped else members)
+    return _object_text(_grouped(members, groups) if groups else members)
 
 
-def _grouped(members: Mapping[str, list[bytes]]) -> dict[str, list[bytes]]:
-    groups: dict[str, dict[str, list[bytes]]] = {}
+def _grouped(members: Mapping[str, list[bytes]], groups: Collection[str]) -> dict[str, list[bytes]]:
+    found: dict[str, dict[str, list[bytes]]] = {}
     for name, pieces in members.items():
-        group, _, member = name.partition(".")
-        groups.setdefault(group, {})[member] = pieces
-    return {name: one[""] if "" in one else _object_text(one) for name, one in groups.items()}
+        group, _, member = name.partition(".") if name.partition(".")[0] in groups else (name, "", "")
+        found.setdefault(group, {})[member] = pieces
+    return {name: one[""] if "" in one else _object_text(one) for name, one in found.items()}
 
 
 def _object_text(members: Mapping[str, list[bytes]]) -> list[bytes]:

@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 from service.dtypes import Array, DType
 from service.engine.arena import Arena
 from service.engine.pool import Pool
-from service.errors import MissingTensor, UnknownTensor, shown
+from service.errors import MissingTensor, UnknownTensor, cut, shown
 from service.kernels import Operator, Workspace, check_dtypes, check_work, workspace
 from service.limits import Limits
 
@@ -122,6 +122,11 @@ def _check_member(operator: Operator, name: str) -> None:
     tensor = operator.inputs_by_name.get(group)
     if tensor is None or not tensor.group:
         raise unknown_input(operator, name)
+    if tensor.members is not None and member not in tensor.members:
+        raise UnknownTensor(
+            f"{shown(name)} is no tensor of the group {group}, which has {cut(', '.join(tensor.members), 1000)}",
+            tensor=name,
+        )
     if not 1 <= len(member) <= MAX_MEMBER_CHARACTERS or not member.isprintable():
         raise UnknownTensor(
             f"{shown(name)} is no tensor of the group {group}: after the dot, it needs a name of 1 to"
@@ -140,4 +145,5 @@ def _check_types(operator: Operator, tensors: Mapping[str, Array]) -> None:
     """Raise `UnknownTensor`, `MissingTensor` or `DtypeMismatch` unless the names and dtypes of the tensors fit."""
     check_names(operator, tensors)
     names = tensors if operator.has_groups else filter(tensors.__contains__, operator.inputs_by_name)
-    check_dtypes((name, operator.inputs_by_name[name.partition(".")[0]], tensors[name].dtype) for name in names)
+    known = operator.inputs_by_name
+    check_dtypes((name, known.get(name) or known[name.partition(".")[0]], tensors[name].dtype) for name in names)

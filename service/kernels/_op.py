@@ -82,9 +82,14 @@ class Operator:
         return frozenset(tensor.name for tensor in self.inputs if tensor.group)
 
     @cached_property
+    def all_groups(self) -> frozenset[str]:
+        """The names of the inputs and outputs that are groups."""
+        return frozenset(tensor.name for tensor in (*self.inputs, *self.outputs) if tensor.group)
+
+    @cached_property
     def has_groups(self) -> bool:
         """Whether any input or output is a group."""
-        return any(tensor.group for tensor in (*self.inputs, *self.outputs))
+        return bool(self.all_groups)
 
     @cached_property
     def example_tensors(self) -> dict[str, Array]:
@@ -110,7 +115,9 @@ class Operator:
         return [
             output.name + member
             for output in self.outputs
-            for member in (names.get(output.like, []) if output.like else [""])
+            for member in (
+                names.get(output.like, []) if output.like else [f".{one}" for one in output.members or ()] or [""]
+            )
         ]
 
     def __call__(
@@ -122,7 +129,7 @@ class Operator:
         """
         selection = {}
         if wanted is not None and self.takes_wanted:
-            selection = {"wanted": [name.partition(".")[0] for name in wanted]}
+            selection = {"wanted": [name if name in self.output_names else name.partition(".")[0] for name in wanted]}
         result = self.kernel(*self._in_order(tensors), **self._in_python(attributes), **selection)
         results = dict(zip(self.output_names, result if isinstance(result, tuple) else (result,), strict=True))
         if self.has_groups:
@@ -172,7 +179,7 @@ class Operator:
         given: dict[str, Any] = {}
         for name, array in tensors.items():
             group, dot, member = name.partition(".")
-            if dot:
+            if dot and name not in self.inputs_by_name:
                 given.setdefault(group, {})[member] = array
             else:
                 given[name] = array

@@ -217,7 +217,8 @@ def listed(tensors: Iterable[Tensor]) -> str:
 
 def chosen(names: Iterable[str], wanted: Collection[str]) -> list[str]:
     """Return the names that are in `wanted`, or whose group is."""
-    return [name for name in names if name in wanted or name.partition(".")[0] in wanted]
+    given = [*names]  # a plain name may have a dot, too
+    return [name for name in given if name in wanted or {name.partition(".")[0]} & {*wanted} - {*given}]
 
 
 def _uses(texts: Sequence[tuple[str, str]], tensors: Sequence[Tensor]) -> list[Use]:

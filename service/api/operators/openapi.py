@@ -18,7 +18,7 @@ from service.kernels import Operator
 
 def example_answer(operator: Operator) -> Any:
     outputs = operator(operator.example_tensors, operator.example_attributes)
-    return orjson.loads(b"".join(json_codec.encode(outputs, "list", grouped=operator.has_groups)))
+    return orjson.loads(b"".join(json_codec.encode(outputs, "list", groups=operator.all_groups)))
 
 
 def declaration(operator: Operator) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def encode(call: Call, operator: Operator, result: Result, encoding: json_codec.
         metadata = receipts_text(result.receipts) if result.receipts else None
         answer = Answer(safetensors.encode(result.outputs, metadata), safetensors.MEDIA_TYPE, result.fields)
     else:
-        pieces = json_codec.encode(result.outputs, encoding, result.receipts, grouped=operator.has_groups)
+        pieces = json_codec.encode(result.outputs, encoding, result.receipts, groups=operator.all_groups)
         answer = Answer(pieces, JSON, result.fields).coded(result.coding)
     call.spent["encode"] = time.perf_counter_ns() - began
     return answer

@@ -1,0 +1,237 @@
+"""A model as an operator: its inputs, its groups of parameters and gradients, and a plan for each choice of outputs."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from service.dtypes import INT64, NAMES, Array, Kind
+from service.errors import DtypeMismatch, InvalidGraph, MissingTensor, ShapeMismatch, shown
+from service.graphs.model import DEFAULT_LIMITS, GraphLimits, Value, read
+from service.graphs.nodes import SEED
+from service.graphs.plan import Node, Plan
+from service.graphs.training import Program, program_of
+from service.kernels import Attribute, Operator, Tensor
+
+MAX_PLANS = 16
+"""Plans of a graph that are kept: one for each choice of outputs."""
+
+MAX_MEMBER_CHARACTERS = 100
+"""Characters of a tensor's name in a group. A buffer's name has it behind a prefix."""
+
+PARAMETERS, STATISTICS, GRADIENTS, LOSS = "parameters", "statistics", "gradients", "loss"
+
+
+class Port(NamedTuple):
+    """A tensor of a request or an answer: its name there, in its group if it has one, and what it is in the model."""
+
+    name: str
+    value: Value
+
+
+class Graph:
+    """A program that a client brought. A request may replace the tensors that the model has itself."""
+
+    def __init__(self, kind: str, program: Program, nodes: Sequence[Node]) -> None:
+        self.kind, self._program, self._nodes = kind, program, nodes
+        self._plans: dict[tuple[str, ...], Plan] = {}
+        running = [Value(name, program.initial[name].dtype, program.initial[name].shape) for name in program.statistics]
+        parameters, statistics = _members(program.parameters), _members(running)
+        loss = [Port(LOSS, program.loss)] if program.loss else []
+        self._inputs = {
+            "": [Port(one.name, one) for one in program.inputs],
+            PARAMETERS: parameters,
+            STATISTICS: statistics,
+        }
+        self._outputs = {
+            "": loss + [Port(one.name, one) for one in program.outputs],
+            STATISTICS: _replaced(statistics, program.statistics),
+            GRADIENTS: _replaced(parameters, program.gradients),
+        }
+        for groups in (self._inputs, self._outputs):
+            _check_apart(groups)
+
+    @classmethod
+    def read(
+        cls, content: Any, limits: GraphLimits = DEFAULT_LIMITS, *, loss: str | None = None, train: str | None = None
+    ) -> Graph:
+        """Return the graph in a file's bytes. Raises `InvalidGraph`."""
+        model = read(content, limits)
+        program = program_of(model)
+        return cls("training" if program.gradients else "inference", program, model.nodes)
+
+    @cached_property
+    def initial(self) -> Mapping[str, Array]:
+        """The tensors that the model has itself, by the name in a request, like `parameters.fc1.weight`."""
+        given = self._program.initial
+        ports = [(group, port) for group in (PARAMETERS, STATISTICS) for port in self._inputs[group]]
+        return {f"{group}.{name}": given[value.name] for group, (name, value) in ports if value.name in given}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensors that the model has."""
+        tensors = [*self._program.initial.values(), *self._program.constants.values()]
+        return sum(getattr(one, "nbytes", 0) for one in tensors)
+
+    def signature(self) -> dict[str, Any]:
+        """Return what the graph takes and gives, as JSON: a length or a shape that is open is null."""
+        nodes = Counter(f"{node.domain}.{node.op}" if node.domain else node.op for node in self._nodes)
+        return {
+            "kind": self.kind,
+            "inputs": _described(self._inputs[""]),
+            PARAMETERS: _described(self._inputs[PARAMETERS]),
+            STATISTICS: _described(self._inputs[STATISTICS]),
+            "outputs": _described(self._outputs[""]),
+            GRADIENTS: _described(self._outputs[GRADIENTS]),
+            "nodes": dict(nodes.most_common()),
+        }
+
+    def operator(self, name: str) -> Operator:
+        """Return the graph as an operator. It raises what its nodes raise."""
+        every = [self._plan([port.value.name]).inputs for port in self._outputs[""]]
+        needed = frozenset.intersection(*every) if every else frozenset()
+        return Operator(
+            name=name,
+            kernel=self._run,
+            inputs=tuple(_tensors(self._inputs, needed - self._program.initial.keys())),
+            outputs=tuple(_tensors(self._outputs, ())),
+            attributes=(Attribute("seed", int | None, None, "seed"),) if self._is_random else (),
+            formula=f"A graph of {len(self._nodes)} nodes.",
+            description="",
+            example={},
+            example_attributes={},
+            takes_wanted=True,
+            multiply_adds=lambda *_, **__: 0,
+            sparse=None,
+        )
+
+    @cached_property
+    def _is_random(self) -> bool:
+        return SEED in self._plan([port.value.name for ports in self._outputs.values() for port in ports]).inputs
+
+    def _plan(self, outputs: Sequence[str]) -> Plan:
+        """Return the plan that computes these tensors of the model."""
+        key = tuple(outputs)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = Plan(self._program.steps, self._program.constants, outputs)
+        return plan
+
+    def _run(self, *given: Any, wanted: Collection[str] | None = None, seed: int | None = None) -> tuple[Any, ...]:
+        """Return all outputs in order: a mapping for a group. One that is not wanted is None, or empty."""
+        chosen = {
+            group: [port for port in ports if wanted is None or (group or port.name) in wanted]
+            for group, ports in self._outputs.items()
+        }
+        plan = self._plan([port.value.name for ports in chosen.values() for port in ports])
+        results = plan.run(self._tensors(plan.inputs, given, seed))
+        finished = {name: _finished(name, result) for name, result in results.items()}
+        outputs = list[Any]()
+        for group, ports in self._outputs.items():
+            values = {port.name: finished[port.value.name] for port in ports if port in chosen[group]}
+            outputs += [values] if group and ports else [values.get(port.name) for port in ports] if not group else []
+        return tuple(outputs)
+
+    def _tensors(self, needed: Collection[str], given: Sequence[Any], seed: int | None) -> dict[str, Any]:
+        """Return the tensors of the model that a plan needs, from those of the request. Raises what `_check` raises."""
+        found = dict[str, Any]()
+        values = iter(given)
+        for group, ports in self._inputs.items():
+            members = next(values) or {} if group and ports else {}
+            for port in ports:
+                array = members.get(port.name) if group else next(values)
+                name = f"{group}.{port.name}" if group else port.name
+                if array is not None:
+                    _check(name, port.value, array)
+                elif port.value.name in self._program.initial:
+                    array = self._program.initial[port.value.name]
+                elif port.value.name in needed:
+                    raise MissingTensor(f"the graph needs the input {name!r}", tensor=name)
+                found[port.value.name] = array
+        found[SEED] = np.array(secrets.randbits(62) if seed is None else abs(seed), INT64)
+        return found
+
+
+def _members(values: Iterable[Value]) -> list[Port]:
+    """Return the tensors as members of a group. Their names are as buffers may have them."""
+    names = dict[str, Value]()
+    for value in values:
+        name = clean = re.sub(r"[^A-Za-z0-9._:-]", "_", value.name)[-MAX_MEMBER_CHARACTERS:] or "_"
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{clean[: MAX_MEMBER_CHARACTERS - 8]}_{number}"
+        names[name] = value
+    return [Port(*pair) for pair in names.items()]
+
+
+def _replaced(ports: Iterable[Port], others: Mapping[str, str]) -> list[Port]:
+    """Return the ports that have another tensor, of the same dtype and shape, with its name."""
+    return [
+        port._replace(value=port.value._replace(name=others[port.value.name]))
+        for port in ports
+        if port.value.name in others
+    ]
+
+
+def _check_apart(groups: Mapping[str, Sequence[Port]]) -> None:
+    """Raise `InvalidGraph` if a tensor outside of groups has the name of one, or of a member."""
+    for port in groups[""]:
+        head = port.name.partition(".")[0]
+        if head and groups.get(head):
+            raise InvalidGraph(f"{shown(port.name)} is an input or output, but {head} is a group here: rename it")
+    names = [port.name for port in groups[""]]
+    if len({*names}) < len(names):
+        raise InvalidGraph(f"the loss has the name {LOSS} here, and so has another output: rename it")
+
+
+def _tensors(groups: Mapping[str, Sequence[Port]], needed: Collection[str]) -> Iterable[Tensor]:
+    """Yield the declaration of each tensor, and of each group that has any."""
+    for group, ports in groups.items():
+        optional = not any(port.value.name in needed for port in ports)
+        if group and ports:
+            dtypes = tuple(dict.fromkeys(NAMES[port.value.dtype] for port in ports))
+            kind = Kind(" or ".join(dtypes), dtypes, dtypes[0])
+            yield Tensor(group, kind, None, optional, 1, True, None, tuple(port.name for port in ports))
+            continue
+        for port in ports:
+            dtype, shape = NAMES[port.value.dtype], port.value.shape
+            rank = 1 if shape is None else len(shape)
+            yield Tensor(port.name, Kind(dtype, (dtype,), dtype), None, port.value.name not in needed, rank)
+
+
+def _described(ports: Iterable[Port]) -> dict[str, Any]:
+    return {
+        name: {"dtype": NAMES[value.dtype], "shape": None if value.shape is None else [*value.shape]}
+        for name, value in ports
+    }
+
+
+def _check(name: str, expected: Value, array: Array) -> None:
+    """Raise `DtypeMismatch` or `ShapeMismatch` unless the array is what the model expects."""
+    if array.dtype != expected.dtype:
+        raise DtypeMismatch(f"{name} is {array.dtype}, but must be {NAMES[expected.dtype]}", tensor=name)
+    if expected.shape is None:
+        return
+    fits = [length in (None, given) for length, given in zip(expected.shape, array.shape, strict=False)]
+    if len(array.shape) != len(expected.shape) or not all(fits):
+        problem = f"{name} has shape {shown([*array.shape])}, but must have {shown([*expected.shape])}"
+        raise ShapeMismatch(problem + ", where null is any length" * (None in expected.shape), tensor=name)
+
+
+def _finished(name: str, result: Any) -> Array:
+    """Return an output, row-major. Raises `DtypeMismatch` if no answer can have it."""
+    array = np.asarray(result)
+    if array.dtype not in NAMES:
+        raise DtypeMismatch(
+            f"the output {shown(name)} is {array.dtype}, but must be one of {', '.join(NAMES.values())}"
+        )
+    return np.ascontiguousarray(array).reshape(array.shape)

@@ -1,0 +1,129 @@
+"""The graphs that ONNX Runtime's `generate_artifacts` writes for training, as programs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from service.dtypes import FLOATS, NAMES, Array
+from service.errors import InvalidGraph
+from service.graphs.model import Model, Value
+from service.graphs.nodes import step_of
+from service.graphs.plan import Node, Step
+
+ACCUMULATE = "com.microsoft", "InPlaceAccumulatorV2"
+"""The operator that adds a gradient to its buffer."""
+
+STATISTICS = {"BatchNormInternal", "BatchNormalization"}
+"""The operators whose inputs 3 and 4 are running statistics, which outputs 1 and 2 replace in training."""
+
+POOLS = {"AveragePoolGrad", "MaxPoolGrad"}
+"""The operators whose result has the shape of a tensor that the node does not read."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a graph computes. All names are those of the model's tensors."""
+
+    steps: Sequence[Step]
+    constants: Mapping[str, Any]
+    """The tensors that nobody brings."""
+    inputs: tuple[Value, ...]
+    """What each run brings, beside parameters and statistics."""
+    outputs: tuple[Value, ...]
+    """What it gives, beside the loss, gradients and statistics."""
+    parameters: tuple[Value, ...]
+    loss: Value | None = None
+    gradients: Mapping[str, str] = field(default_factory=dict)
+    """The gradient of each parameter that has one."""
+    statistics: Mapping[str, str] = field(default_factory=dict)
+    """What replaces each running mean and variance."""
+    initial: Mapping[str, Array] = field(default_factory=dict)
+    """The values of parameters and statistics that the model has."""
+
+
+def program_of(model: Model) -> Program:
+    """Return the program of a model that has its gradients, or none. Raises `InvalidGraph`."""
+    adds = [node for node in model.nodes if (node.domain, node.op) == ACCUMULATE]
+    gradients = {_parameter(node): node.inputs[1] for node in adds}
+    flags, buffers = {node.outputs[0] for node in adds}, {node.inputs[0] for node in adds}
+    resets = {name for node in adds for name in node.inputs[2:]}
+    nodes = [node for node in model.nodes if (node.domain, node.op) != ACCUMULATE]
+    read = {name for node in nodes for name in node.inputs}
+    if read & (flags | buffers):
+        raise InvalidGraph("a node reads an accumulation buffer, which is the server's here")
+    known = {one.name: one for one in model.inputs}
+    if missing := gradients.keys() - known.keys() - model.initializers.keys():
+        raise InvalidGraph(f"the gradient {gradients[min(missing)]!r} belongs to no input of the graph")
+    outputs = [one for one in model.outputs if one.name not in flags]
+    statistics = _statistics(nodes, model.initializers)
+    weights = model.initializers if not adds else {name: model.initializers.get(name) for name in gradients}
+    own = {name: one for name, one in weights.items() if one is not None and is_weight(one) and name not in statistics}
+    constants = {**model.initializers, **model.constants}
+    return Program(
+        steps=[step_of(node) for node in _with_shapes(nodes)],
+        constants={name: array for name, array in constants.items() if name not in own and name not in statistics},
+        inputs=tuple(one for one in model.inputs if one.name not in {*gradients, *buffers, *(resets - read)}),
+        outputs=tuple(outputs[1:] if adds else outputs),
+        parameters=tuple(known[name] for name in gradients if name in known) + tuple(map(value_of, own.items())),
+        loss=outputs[0] if adds and outputs else None,
+        gradients=gradients,
+        statistics=statistics,
+        initial={**own, **{name: model.initializers[name] for name in statistics}},
+    )
+
+
+def is_weight(array: Array) -> bool:
+    """Whether an initializer is a parameter, rather than a constant: it has floats and a dimension."""
+    return NAMES.get(array.dtype) in FLOATS.dtypes and array.ndim > 0
+
+
+def value_of(pair: tuple[str, Array]) -> Value:
+    """Return the input that a named tensor can replace."""
+    name, array = pair
+    return Value(name, array.dtype, array.shape)
+
+
+def _parameter(node: Node) -> str:
+    """Return the parameter whose gradient the node adds to its buffer."""
+    buffer, gradient = node.inputs[:2]
+    suffix = "_grad.accumulation.buffer"
+    return buffer.removesuffix(suffix) if buffer.endswith(suffix) else gradient.removesuffix("_grad")
+
+
+def _statistics(nodes: Sequence[Node], initializers: Mapping[str, Array]) -> dict[str, str]:
+    """Return what replaces each running mean and variance."""
+    found = dict[str, str]()
+    for node in nodes:
+        if node.op in STATISTICS and node.attributes.get("training_mode", node.op == "BatchNormInternal"):
+            pairs = zip(node.inputs[3:5], node.outputs[1:3], strict=False)
+            found.update({old: new for old, new in pairs if new and old in initializers})
+    return found
+
+
+def _with_shapes(nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes, where gradients of pools read the shape of their result. Raises `InvalidGraph`.
+
+    ONNX Runtime takes it from the types in the file. It is that of the forward node's input.
+    """
+    makers = {name: node for node in nodes for name in node.outputs}
+    behind = dict[str, Node]()
+    shaped = list[Node]()
+    for node in nodes:
+        if node.op in POOLS and len(node.inputs) < 3:
+            forward = makers.get(node.inputs[-1] if node.op == "MaxPoolGrad" else _NUMBER.sub("", node.inputs[0]))
+            if forward is None or forward.op not in ("MaxPool", "AveragePool"):
+                raise InvalidGraph(f"{node.label} belongs to no pool of the graph")
+            (shape,) = behind.setdefault(forward.outputs[0], _shape(forward)).outputs
+            node = replace(node, inputs=(*node.inputs, shape))
+        shaped.append(node)
+    return [one for node in shaped for one in (node, behind.get(node.outputs[0])) if one]
+
+
+def _shape(forward: Node) -> Node:
+    return Node("Shape", "", forward.version, forward.inputs[:1], (f"~{forward.inputs[0]}",), {}, forward.name)
+
+
+_NUMBER = re.compile(r"_grad(_\d+)?$")

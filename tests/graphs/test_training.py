@@ -1,0 +1,74 @@
+"""Whole training graphs, as ONNX Runtime's tool writes them, against its own step.
+
+`models/NAME.onnx` is such a graph, without dropout, and `models/NAME.npz` the step: `input.NAME`, `parameter.NAME`,
+`loss` and `gradient.NAME`. `make graphs FOLDER=...` takes all in a folder, as FOLDER/NAME/still.onnx and expected.npz.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.dtypes import Array
+from service.graphs.graph import Graph
+
+OWN = {path.stem: (path, path.with_suffix(".npz")) for path in (Path(__file__).parent / "models").glob("*.onnx")}
+FOLDER = os.environ.get("GRADSERVE_GRAPHS_FOLDER")
+MODELS = OWN
+if FOLDER is not None:
+    MODELS = {path.parent.name: (path.with_name("still.onnx"), path) for path in Path(FOLDER).glob("*/expected.npz")}
+
+TOLERANCE = 3e-6
+"""How far a gradient may be from that of ONNX Runtime, in parts of its largest element."""
+
+
+def step(model: Path, arrays: Path) -> tuple[Graph, dict[str, Array], dict[str, Array]]:
+    """Return the graph, its inputs, and the expected outputs, by their names in a request."""
+    names = {"input": "", "parameter": "parameters.", "gradient": "gradients."}
+    with np.load(arrays) as file:
+        found = {key: file[key] for key in file.files}
+    named = {
+        kind: {new + key.partition(".")[2]: found[key] for key in found if key.startswith(f"{kind}.")}
+        for kind, new in names.items()
+    }
+    return (
+        Graph.read(model.read_bytes()),
+        named["input"] | named["parameter"],
+        {"loss": found["loss"]} | named["gradient"],
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_onnx_runtime(name: str) -> None:
+    graph, given, expected = step(*MODELS[name])
+    got = graph.operator(name)(given, {})
+    assert {key for key in got if not key.startswith("statistics.")} == expected.keys()
+    for key, right in expected.items():
+        assert got[key].shape == right.shape
+        np.testing.assert_allclose(got[key], right, rtol=0, atol=TOLERANCE * np.abs(right).max(initial=0), err_msg=key)
+
+
+def test_a_training_graph_does_not_ask_for_buffers() -> None:
+    graph, given, _ = step(*OWN["dlrm"])
+    signature = graph.signature()
+    assert signature["kind"] == "training"
+    assert {*signature["inputs"]} | {f"parameters.{one}" for one in signature["parameters"]} == given.keys()
+    assert signature["gradients"] == signature["parameters"]
+    assert "com.microsoft.InPlaceAccumulatorV2" in signature["nodes"]
+
+
+def test_new_statistics_are_outputs_and_may_be_inputs() -> None:
+    graph, given, _ = step(*OWN["resnet"])
+    operator = graph.operator("resnet")
+    first = operator(given, {}, ["statistics"])
+    assert (
+        {*first}
+        == {f"statistics.{one}" for one in graph.signature()["statistics"]}
+        == {name for name in graph.initial if name.startswith("statistics.")}
+    )
+    mean = "statistics.1.running_mean"
+    again = operator({**given, **first}, {}, [mean])[mean]
+    np.testing.assert_allclose(again, first[mean] * 0.9 + first[mean] - graph.initial[mean] * 0.9, rtol=1e-5, atol=1e-6)
