@@ -66,7 +66,7 @@ SMALL = "(select min(value) from deltas)"
 STAGED = "(select max(value) from deltas where blob {} null)"
 """The value of a staged gradient: in a row, or in a blob."""
 
-LOST = "value N belongs to no buffer and no push that can be read"
+LOST = "value N belongs to no buffer, graph or push that can be read"
 
 MISCOUNTED = "the value N has a gradient whose bytes are counted wrong"
 

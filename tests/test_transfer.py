@@ -385,7 +385,7 @@ def three(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("database", "key", "wrong"),
     [
-        (b"buffers", b"b", ["the buffer 'b' is damaged", "value 4 belongs to no buffer that can be read"]),
+        (b"buffers", b"b", ["the buffer 'b' is damaged", "value 4 belongs to no buffer and no graph that can be read"]),
         (b"values", None, ["the running value of the buffer 'b' is damaged"]),
         (b"keys", None, ["1 idempotency keys are damaged: a retry with one of them fails"]),
     ],

@@ -59,7 +59,7 @@ class LmdbMoment(Reader):
         yield from self._miscounted()
         yield from self._unscheduled()
         for value in sorted(set(self.value_ids()) - slots.keys()):
-            yield f"{WRONG}value {value} belongs to no buffer that can be read"
+            yield f"{WRONG}value {value} belongs to no buffer and no graph that can be read"
         for slot in sorted({slot for slot, count in used.items() if count > 1} | used.keys() & set(free)):
             yield f"{WRONG}slot {slot} has more than one use"
         for slot in sorted(slot for slot in free if not 0 <= slot < total):

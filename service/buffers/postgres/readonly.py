@@ -213,7 +213,7 @@ def _leftovers(connection: Connection, values: Collection[int]) -> Iterator[str]
     for (value,) in connection.ask(MISCOUNTED()):
         yield f"{WRONG}the value {value} has a gradient whose bytes are counted wrong"
     for (value,) in connection.ask(ORPHANS([*values])):
-        yield f"{WRONG}value {value} belongs to no buffer and no push that can be read"
+        yield f"{WRONG}value {value} belongs to no buffer, graph or push that can be read"
     for blob, value in connection.ask(UNOWNED_IN_USE()):
         yield f"{WRONG}the blob {blob} of the value {value} will be deleted, although it is used"
     for blob, size in connection.ask(BLOBS_OF_NOTHING()):
