@@ -15,9 +15,10 @@ from service.graphs.plan import Node
 from tests.graphs.gradients.layers import LAYERS
 from tests.graphs.gradients.question import Question
 from tests.graphs.gradients.questions import QUESTIONS
+from tests.graphs.gradients.recurrent import RECURRENT
 
-ALL = QUESTIONS | LAYERS
-each_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+ALL = QUESTIONS | LAYERS | RECURRENT
+each_layer = pytest.mark.parametrize("layer", (LAYERS | RECURRENT).values(), ids=LAYERS | RECURRENT)
 
 
 def node(op: str, inputs: int, outputs: int = 1, **attributes: Any) -> Node:
@@ -39,15 +40,14 @@ def test_a_node_gives_what_pytorch_gives(question: Question) -> None:
 
 
 @each_layer
-@pytest.mark.parametrize("dtype", [np.dtype(np.float32), FLOAT16, BFLOAT16])
-def test_a_layer_of_narrower_floats_is_rounded_once(layer: Question, dtype: Any) -> None:
-    given = layer.tensors(dtype)
-    wide = {name: one.astype(np.float64) if isinstance(one, np.ndarray) else one for name, one in given.items()}
-    rounding = {np.dtype(np.float32): 2e-6, FLOAT16: 6e-4, BFLOAT16: 5e-3}[dtype]
-    for got, expected in zip(layer.outputs_of(given), layer.outputs_of(wide), strict=True):
-        assert got.dtype == dtype
-        most = rounding * np.abs(expected).max()
-        np.testing.assert_allclose(got.astype(np.float64), expected, rtol=rounding, atol=most)
+def test_a_layer_of_narrower_floats_is_rounded_once(layer: Question) -> None:
+    for dtype, rounding in ((np.dtype(np.float32), 2e-6), (FLOAT16, 6e-4), (BFLOAT16, 5e-3)):
+        given = layer.tensors(dtype)
+        wide = {k: one.astype(np.float64) if getattr(one, "dtype", None) == dtype else one for k, one in given.items()}
+        for got, expected in zip(layer.outputs_of(given), layer.outputs_of(wide), strict=True):
+            assert got.dtype == dtype
+            most = rounding * np.abs(expected).max()
+            np.testing.assert_allclose(got.astype(np.float64), expected, rtol=rounding, atol=most)
 
 
 def _tuple(result: Any) -> tuple[Any, ...]:
@@ -111,3 +111,18 @@ X = np.ones((1, 4, 5, 5))
 def test_wrong_tensors_are_refused(op: str, given: list[Array], attributes: dict[str, Any], detail: str) -> None:
     with pytest.raises(GradserveError, match=detail):
         step_of(node(op, len(given), **attributes)).function(*given)
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "detail"),
+    [
+        ("LSTM", {"layout": 2}, "layout is 2, but must be 0 or 1"),
+        ("LSTM", {"direction": "backward"}, "direction is 'backward'"),
+        ("RNN", {"activations": ["Affine"]}, r"activations is \['affine'\], but must be 1 of tanh and relu"),
+        ("GRU", {"clip": 0.5}, "clip is 0.5, but must be left out"),
+    ],
+)
+def test_what_recurrent_nodes_cannot_do_is_refused(op: str, attributes: dict[str, Any], detail: str) -> None:
+    given = [one.astype(np.float32) for one in RECURRENT[f"{op} forward"].inputs[:3] if one is not None]
+    with pytest.raises(GradserveError, match=detail):
+        run(op, *given, **attributes)

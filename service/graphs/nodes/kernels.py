@@ -20,7 +20,7 @@ def kernel(node: Node) -> Function:
     operator = OPERATORS[node.op]
     attributes = attributes_of(operator, node.op, node.attributes)
     wanted = {one.name for one, name in zip(operator.outputs, node.outputs, strict=False) if name}
-    return partial(_run, operator, attributes, {"wanted": wanted} if operator.takes_wanted else {})
+    return partial(run, operator, attributes, {"wanted": wanted} if operator.takes_wanted else {})
 
 
 def attributes_of(operator: Operator, op: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def attributes_of(operator: Operator, op: str, given: Mapping[str, Any]) -> dict
     return {known[name].parameter: value for name, value in given.items()}
 
 
-def _run(operator: Operator, attributes: Mapping[str, Any], selection: Mapping[str, Any], *given: Any) -> Any:
+def run(operator: Operator, attributes: Mapping[str, Any], selection: Mapping[str, Any], *given: Any) -> Any:
     """Run the kernel with the tensors of a node. A group, which is the last of the kernel's inputs, takes the rest."""
     declared, values = operator.inputs, [*given]
     named = [(one.name, one, array) for one, array in zip(declared, given, strict=False)]

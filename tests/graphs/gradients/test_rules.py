@@ -9,8 +9,9 @@ from service.dtypes import BFLOAT16, FLOAT16
 from tests.graphs.gradients.layers import LAYERS
 from tests.graphs.gradients.question import Question, assert_close, tolerance
 from tests.graphs.gradients.questions import QUESTIONS
+from tests.graphs.gradients.recurrent import RECURRENT
 
-ALL = QUESTIONS | LAYERS
+ALL = QUESTIONS | LAYERS | RECURRENT
 each_question = pytest.mark.parametrize("question", ALL.values(), ids=ALL)
 
 
