@@ -13,7 +13,7 @@ import pytest
 from service.buffers.memory import MemoryStore
 from tests.serving import serving
 
-LOOK_UPS = ("record", "durable", "now", "look", "records", "read", "recall", "generation", "size")
+LOOK_UPS = ("record", "durable", "now", "look", "names", "records", "read", "recall", "generation", "size")
 
 
 @pytest.fixture
@@ -39,6 +39,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(MemoryStore, name, watched(name))
     monkeypatch.setattr(MemoryStore, "blocks", True)
     return counts
+
+
+def test_a_step_makes_no_look_up_in_the_event_loop(calls: Counter[str]) -> None:
+    query = "from=gradients:g.*@1&from=weights:p.*&set=updated_weights:p.*&timeout=30"
+    with serving() as url, httpx.Client(base_url=url, timeout=30) as http, ThreadPoolExecutor(1) as pool:
+        for name in ("p.w", "g.w"):
+            http.put(f"/v1/buffers/{name}", json={"shape": [2], "quorum": 2}).raise_for_status()
+        step = pool.submit(
+            http.post, f"/v1/ops/SGDOptimizerV2?{query}", json={"lr": 1}, headers={"Idempotency-Key": "k"}
+        )
+        for _ in range(4):
+            http.post("/v1/buffers/g.w/accumulate", json={"gradient": [1, 2]}).raise_for_status()
+        assert step.result(30).json()["updated_weights"].keys() == {"w"}
+        again = http.post(f"/v1/ops/SGDOptimizerV2?{query}", json={"lr": 1}, headers={"Idempotency-Key": "k"})
+        assert again.headers["Idempotency-Replayed"] == "true"
+    assert not calls["in the loop"]
 
 
 def test_the_event_loop_makes_no_look_up(calls: Counter[str]) -> None:

@@ -232,7 +232,10 @@ def slowly() -> Iterator[httpx.Client]:
                 rest.add_endpoint(OPERATORS[name])
                 for family in (OPERATOR_REQUESTS, KERNEL_SECONDS):
                     patch.setitem(family.at, name, family.at["ReluGrad"])
-            with serving() as url, httpx.Client(base_url=url, timeout=30) as client:
+            with (
+                serving(max_tensor_bytes=1 << 20, max_bytes_in_flight=1 << 22) as url,
+                httpx.Client(base_url=url, timeout=30) as client,
+            ):
                 yield client
         finally:
             rest.router.routes[:] = routes
@@ -267,6 +270,13 @@ def test_a_step_whose_source_has_changed_is_computed_again(slowly: httpx.Client,
     added = value(slowly, name)
     ok(interrupted(slowly, pool, name, 1, into=f"Y:{create(slowly, shape=(1,))}"))  # an add is what it was
     assert value(slowly, name) == [added[0] + 10]
+
+
+def test_each_attempt_of_a_step_gives_its_memory_back(slowly: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    """An attempt takes half of what a request may hold."""
+    name, other = create(slowly, shape=(1 << 18,)), fresh()
+    ok(interrupted(slowly, pool, name, pipeline.MAX_ATTEMPTS - 1, set=f"Y:{other}"))
+    assert {*read(slowly, other).tolist()} == {10 * (pipeline.MAX_ATTEMPTS - 1) + 1}
 
 
 def test_a_seed_follows_from_the_key(slowly: httpx.Client) -> None:
