@@ -13,6 +13,7 @@ import numpy as np
 
 from service.dtypes import INT64, NAMES, Array, Kind
 from service.errors import DtypeMismatch, InvalidGraph, MissingTensor, ShapeMismatch, shown
+from service.graphs.forward import training_of
 from service.graphs.model import DEFAULT_LIMITS, GraphLimits, Value, read
 from service.graphs.nodes import SEED
 from service.graphs.plan import Node, Plan
@@ -61,9 +62,9 @@ class Graph:
     def read(
         cls, content: Any, limits: GraphLimits = DEFAULT_LIMITS, *, loss: str | None = None, train: str | None = None
     ) -> Graph:
-        """Return the graph in a file's bytes. Raises `InvalidGraph`."""
+        """Return the graph in a file's bytes; with `loss`, its training (see `training_of`). Raises `InvalidGraph`."""
         model = read(content, limits)
-        program = program_of(model)
+        program = program_of(model) if loss is None else training_of(model, loss, train or "*")
         return cls("training" if program.gradients else "inference", program, model.nodes)
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,7 +58,7 @@ def program_of(model: Model) -> Program:
     if missing := gradients.keys() - known.keys() - model.initializers.keys():
         raise InvalidGraph(f"the gradient {gradients[min(missing)]!r} belongs to no input of the graph")
     outputs = [one for one in model.outputs if one.name not in flags]
-    statistics = _statistics(nodes, model.initializers)
+    statistics = statistics_of(nodes, model.initializers)
     weights = model.initializers if not adds else {name: model.initializers.get(name) for name in gradients}
     own = {name: one for name, one in weights.items() if one is not None and is_weight(one) and name not in statistics}
     constants = {**model.initializers, **model.constants}
@@ -93,7 +93,7 @@ def _parameter(node: Node) -> str:
     return buffer.removesuffix(suffix) if buffer.endswith(suffix) else gradient.removesuffix("_grad")
 
 
-def _statistics(nodes: Sequence[Node], initializers: Mapping[str, Array]) -> dict[str, str]:
+def statistics_of(nodes: Sequence[Node], initializers: Collection[str]) -> dict[str, str]:
     """Return what replaces each running mean and variance."""
     found = dict[str, str]()
     for node in nodes:

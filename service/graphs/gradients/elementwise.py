@@ -97,6 +97,7 @@ gradients("Relu", lambda dY, Y: relu_grad(dY, Y))
 gradients("Sigmoid", sigmoid_grad)
 gradients("Tanh", tanh_grad)
 gradients("QuickGelu", quick_gelu_grad, domain="com.microsoft")
+gradients("Swish", lambda dY, X, *, alpha=1.0: quick_gelu_grad(dY, X, alpha=alpha))
 
 
 @rule("Gelu")

@@ -101,12 +101,3 @@ def _factors(place: Place, dY: Array, data: Array, indices: Array, updates: Arra
     np.add.at(zeros, at, zero)
     others = np.where(zeros[at] - zero == 0, product[at] / np.where(zero, one, updates), 0)
     return dY * np.where(zeros == 0, product, 0), (dY * data)[at] * others
-
-
-@gradient_of("ReverseSequence")
-def _reversed(dY: Array, B: Array, *, time_axis: int = 0, batch_axis: int = 1) -> Array:
-    """Return each sequence with its first B elements in the opposite order."""
-    moved = np.moveaxis(dY, (time_axis, batch_axis), (0, 1))
-    times = np.arange(len(moved))[:, None]
-    sources = np.where(times < B, B - 1 - times, times)
-    return np.moveaxis(moved[sources, np.arange(len(B))], (0, 1), (time_axis, batch_axis))

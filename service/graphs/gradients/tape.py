@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from service.dtypes import Array
+from service.errors import ShapeMismatch
 from service.graphs.gradients.arrays import unbroadcast
 from service.graphs.plan import Node, Step
 
@@ -100,9 +101,10 @@ def gradient_of(*ops: str, domain: str = "", outputs: int = 0) -> Callable[[F], 
 
 def completed(node: Node) -> Node:
     """Return the node with names for the outputs that its rule reads and the model leaves out."""
-    missing = OUTPUTS.get((node.domain, node.op), 0) - len(node.outputs)
-    outputs, named = (*node.outputs, *[""] * missing), next(filter(None, node.outputs), "")
-    return replace(node, outputs=tuple(name or f"~{named}.{k}" for k, name in enumerate(outputs)))
+    first = next(filter(None, node.outputs), "")
+    needed = [f"~{first}.{k}" for k in range(OUTPUTS.get((node.domain, node.op), 0))]
+    pairs = zip_longest(node.outputs, needed, fillvalue="")
+    return replace(node, outputs=tuple(name or other for name, other in pairs))
 
 
 class Tape:
@@ -178,13 +180,13 @@ class Tape:
 
 
 def differentiate(tape: Tape, nodes: Sequence[Node], loss: str, trained: Collection[str]) -> Mapping[str, str]:
-    """Add the steps of the gradients of the `loss`, a scalar. Return the name of the gradient of each `trained` tensor.
+    """Add the steps of the gradients of the `loss`, one number. Return the name of each `trained` tensor's gradient.
 
-    All nodes on the way from them to the loss have a rule: see `without_rule`. The gradient of a tensor that does not
-    reach the loss is zeros.
+    All nodes on the way from them to the loss have a rule: see `without_rule`. A tensor that does not reach the loss is
+    left out.
     """
     tape.on_the_way = on_the_way = dependent(nodes, trained)
-    found: dict[str, list[str]] = {loss: [tape.call(np.ones_like, loss)]}
+    found: dict[str, list[str]] = {loss: [tape.call(_one, loss)]}
     for node in reversed(nodes):
         gradients = [tape.total(found.pop(name, [])) if name else "" for name in node.outputs]
         if not any(gradients) or on_the_way.isdisjoint(node.inputs):
@@ -193,8 +195,13 @@ def differentiate(tape: Tape, nodes: Sequence[Node], loss: str, trained: Collect
         for name, gradient in zip(node.inputs, RULES[node.domain, node.op](tape, node, *gradients), strict=False):
             if gradient is not None and name in on_the_way:
                 found.setdefault(name, []).append(gradient)
-    tape.label = "the graph"
-    return {name: tape.total(found.get(name, [])) or tape.call(np.zeros_like, name) for name in trained}
+    return {name: tape.total(found[name]) for name in trained if name in found}
+
+
+def _one(loss: Array) -> Array:
+    if loss.size != 1:
+        raise ShapeMismatch(f"the loss has shape {list(loss.shape)}, but must be one number", tensor="loss")
+    return np.ones_like(loss)
 
 
 def dependent(nodes: Iterable[Node], tensors: Iterable[str]) -> set[str]:

@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import onnx
 import torch
-from onnx.reference import ReferenceEvaluator
 
 from service.dtypes import BFLOAT16, Array, DType
 from service.graphs.gradients import Tape, differentiate
 from service.graphs.gradients.tape import completed
-from service.graphs.nodes import NODES, SEED, step_of
-from service.graphs.plan import Node, Plan, Step
+from service.graphs.nodes import SEED, step_of
+from service.graphs.plan import Node, Plan
 
 STEP = 1e-5
 
@@ -55,7 +53,7 @@ class Question:
         return {name: one.astype(dtype) if one.dtype.kind == "f" else one for name, one in given.items()} | {SEED: 7}
 
     def outputs_of(self, tensors: dict[str, Any]) -> list[Array]:
-        plan = Plan([_step(self.node())], {}, [f"y{k}" for k in self.reads])
+        plan = Plan([step_of(self.node())], {}, [f"y{k}" for k in self.reads])
         return [np.asarray(one) for one in plan.run(tensors).values()]
 
     def factors(self) -> list[Array]:
@@ -71,7 +69,7 @@ class Question:
             nodes.append(Node("Mul", "", 21, (f"y{k}", f"r{k}"), (f"p{k}",), {}))
             nodes.append(Node("ReduceSum", "", 21, (f"p{k}",), (f"s{k}",), {"keepdims": 0}))
         nodes.append(Node("Sum", "", 21, tuple(sums), ("loss",), {}))
-        tape = Tape(map(_step, nodes))
+        tape = Tape(map(step_of, nodes))
         names = differentiate(tape, nodes, "loss", self.trained)
         plan = Plan(tape.steps, tape.constants, [*names.values()])
         results = plan.run({**self.tensors(dtype), **factors})
@@ -104,23 +102,6 @@ class Question:
                 ends.append(sum(float((y * r).sum()) for y, r in zip(results, factors, strict=True)))
             slopes[place] = (ends[0] - ends[1]) / (2 * STEP)
         return slopes
-
-
-def _step(node: Node) -> Step:
-    if (node.domain, node.op) in NODES:
-        return step_of(node)
-    names = [name for name in node.inputs if name]
-    proto = onnx.helper.make_node(node.op, node.inputs, node.outputs, **node.attributes)
-    values = [onnx.ValueInfoProto(name=name) for name in names], [onnx.ValueInfoProto(name=n) for n in node.outputs]
-    graph = onnx.helper.make_graph([proto], "g", *values)
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", node.version)])
-    evaluator = ReferenceEvaluator(model)
-
-    def run(*given: Any) -> Any:
-        results: Any = evaluator.run(None, {k: v for k, v in zip(node.inputs, given, strict=True) if k})
-        return tuple(results) if len(results) > 1 else results[0]
-
-    return Step(run, node.inputs, node.outputs, node.label)
 
 
 def tolerance(dtype: DType) -> float:

@@ -1,0 +1,154 @@
+"""A forward model with a loss, made into a graph that gives the loss and the gradients of the trained parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from service.dtypes import FLOATS, INT64, Array
+from service.errors import InvalidGraph, ShapeMismatch, shown
+from service.graphs.gradients.tape import Tape, completed, dependent, differentiate, without_rule
+from service.graphs.model import Model, Value
+from service.graphs.nodes import step_of
+from service.graphs.plan import Node, Step
+from service.graphs.training import Program, statistics_of, value_of
+
+LOSSES = {
+    "SoftmaxCrossEntropyLoss": "SoftmaxCrossEntropyLoss output labels -> ~loss ~log_prob",
+    "NegativeLogLikelihoodLoss": "NegativeLogLikelihoodLoss output labels -> ~loss",
+    "MSELoss": "Sub output ~target -> ~error; Mul ~error ~error -> ~terms; ReduceMean ~terms -> ~loss",
+    "L1Loss": "Sub output ~target -> ~error; Abs ~error -> ~terms; ReduceMean ~terms -> ~loss",
+    "BCEWithLogitsLoss": "Softplus output -> ~softplus; Mul output ~target -> ~product;"
+    " Sub ~softplus ~product -> ~terms; ReduceMean ~terms -> ~loss",
+}
+"""The nodes of each loss, which is a mean. `output` stands for the model's first output."""
+
+IGNORED_LABEL = -100
+"""The label of samples that do not count, as in PyTorch."""
+
+ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "ReduceMean": {"keepdims": 0},
+    **dict.fromkeys(("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"), {"ignore_index": IGNORED_LABEL}),
+}
+"""The attributes of these nodes."""
+
+
+FIXED = {"BatchNormalization": slice(3, 5), "Pow": slice(1, 2)}
+"""Inputs that are no weights, though they may be initializers of floats: running statistics, and exponents."""
+
+
+def training_of(model: Model, loss: str, train: str = "*") -> Program:
+    """Return the program of a model's training. `loss` is one of `LOSSES`, or the name of an output that is the loss.
+
+    `train` has patterns of names with commas between; those after a ! are left out. It chooses among the weights: the
+    initializers of floats that have a dimension, or, if there are none, the constants. A name chooses any tensor of
+    floats. Dropout, and BatchNormalization with a trained scale or bias, take their training form. Raises
+    `InvalidGraph`.
+    """
+    inputs, value, losses, checks = _loss(model, loss)
+    nodes, tensors, chosen = [*model.nodes, *losses], {**model.initializers, **model.constants}, _chosen(model, train)
+    on_the_way = dependent(nodes, chosen)
+    nodes = [_in_training(node, on_the_way) for node in nodes]
+    if lacking := without_rule(nodes, value.name, chosen):
+        labels = shown(", ".join(node.label for node in lacking))
+        raise InvalidGraph(f"these nodes are on the way to the loss, and have no gradient: {labels}", nodes=labels)
+    steps = [*map(step_of, nodes)]
+    steps[len(model.nodes) : len(model.nodes)] = checks
+    tape = Tape(steps)
+    gradients = differentiate(tape, nodes, value.name, chosen)
+    _check_reached(gradients, train, chosen)
+    statistics = statistics_of(nodes, tensors)
+    initial = {name: tensors[name] for name in (*gradients, *statistics)}
+    return Program(
+        steps=tape.steps,
+        constants={TRUE: np.array(True), **tape.constants, **{k: v for k, v in tensors.items() if k not in initial}},
+        inputs=inputs,
+        outputs=tuple(one for one in model.outputs if one.name != value.name),
+        parameters=tuple(value_of((name, tensors[name])) for name in gradients),
+        loss=value,
+        gradients=gradients,
+        statistics=statistics,
+        initial=initial,
+    )
+
+
+def _loss(model: Model, loss: str) -> tuple[tuple[Value, ...], Value, list[Node], list[Step]]:
+    """Return the inputs of a run, the loss, and the nodes and steps that it adds to the model."""
+    outputs = {one.name: one for one in model.outputs}
+    if loss in outputs:
+        if any(length not in (1, None) for length in outputs[loss].shape or ()):
+            shape = list(outputs[loss].shape or ())
+            raise InvalidGraph(f"the output {shown(loss)} has shape {shape}, but a loss must be one number")
+        return model.inputs, outputs[loss], [], []
+    if loss not in LOSSES:
+        known = f"{', '.join(LOSSES)}, or an output of the model: {shown(', '.join(outputs))}"
+        raise InvalidGraph(f"loss is {shown(loss)}, but must be one of {known}")
+    output = model.outputs[0]
+    if output.dtype.name not in FLOATS.dtypes:
+        raise InvalidGraph(f"the first output, {shown(output.name)}, is {output.dtype}: a loss needs a float")
+    wanted = Value("labels", INT64, output.shape and (output.shape[0], *output.shape[2:]))
+    if "~target" in LOSSES[loss]:
+        wanted = output._replace(name="target")
+    for one in (*model.inputs, *model.outputs):
+        if one.name in (wanted.name, "loss"):
+            raise InvalidGraph(f"the model has a tensor {one.name}, the name of one that {loss} adds")
+    check = Step(_same_shape, (output.name, "target"), ("~target",), loss)
+    nodes = [_parsed(text, {"output": output.name}) for text in LOSSES[loss].split(";")]
+    return (*model.inputs, wanted), Value("~loss", output.dtype, ()), nodes, [check]
+
+
+def _parsed(text: str, names: Mapping[str, str]) -> Node:
+    left, _, right = text.partition("->")
+    op, *inputs = left.split()
+    return Node(op, "", 13, tuple(names.get(one, one) for one in inputs), (*right.split(),), ATTRIBUTES.get(op, {}))
+
+
+def _same_shape(output: Array, target: Array) -> Array:
+    if target.shape != output.shape:
+        problem = f"target has shape {list(target.shape)}, but must have that of the output, {list(output.shape)}"
+        raise ShapeMismatch(problem, tensor="target")
+    return target
+
+
+def _chosen(model: Model, train: str) -> list[str]:
+    """Return the tensors that the patterns choose, in the order of the model."""
+    tensors = {**model.initializers, **model.constants}
+    fixed = {name for node in model.nodes for name in node.inputs[FIXED.get(node.op, slice(0))]}
+    floats = [name for name, one in tensors.items() if one.dtype.name in FLOATS.dtypes]
+    weights = [name for name in floats if name in model.initializers and tensors[name].ndim and name not in fixed]
+    weights = weights or [name for name in floats if tensors[name].size > 1 and name not in fixed]
+    patterns = [one.strip() for one in train.split(",")]
+    chosen = {*weights} if patterns[0].startswith("!") else set()
+    for pattern in patterns:
+        bare = pattern.removeprefix("!")
+        matches = {bare} if bare in floats else {name for name in weights if fnmatchcase(name, bare)}
+        if not matches:
+            raise InvalidGraph(
+                f"train= has {shown(pattern)}, which is no weight: these are {shown(', '.join(weights))}"
+            )
+        chosen = chosen - matches if pattern.startswith("!") else chosen | matches
+    return [name for name in floats if name in chosen]
+
+
+TRUE = "~true"
+"""The constant that turns Dropout on."""
+
+
+def _in_training(node: Node, on_the_way: set[str]) -> Node:
+    """Return the form of a node for training, with the outputs that its rule reads."""
+    if node.op == "Dropout":
+        ratio = node.inputs[1] if len(node.inputs) > 1 else ""
+        node = replace(node, inputs=(node.inputs[0], ratio, TRUE))
+    if node.op == "BatchNormalization" and not on_the_way.isdisjoint(node.inputs[1:3]):
+        node = replace(node, attributes={**node.attributes, "training_mode": 1})
+    return node if on_the_way.isdisjoint(node.inputs) else completed(node)
+
+
+def _check_reached(gradients: Collection[str], train: str, chosen: Sequence[str]) -> None:
+    named = [name for name in chosen if name not in gradients and name in train.split(",")]
+    if named or not gradients:
+        raise InvalidGraph(f"the loss does not depend on {shown(', '.join(named or chosen))}, which train= chooses")
