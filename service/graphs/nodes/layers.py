@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[Callable[..., Any], str, dict[str, int]]] = {
     "Softmax": (softmax_13, "SoftmaxGrad_13", {}),
     "LogSoftmax": (partial(softmax_13, logarithms=True), "LogSoftmaxGrad_13", {}),
     "InstanceNormalization": (group_normalization, "BatchNormalizationGrad", {}),
-    "GroupNormalization": (group_normalization, "BatchNormalizationGrad", {"num_groups": 0}),
+    "GroupNormalization": (group_normalization, "BatchNormalizationGrad", {"num_groups": 0, "stash_type": 1}),
 }
 """The function of each operator, the operator that has its attributes, and more attributes with their defaults."""
 

@@ -17,6 +17,9 @@ from service.kernels.rnn import rnn
 IGNORED = ("activation_alpha", "activation_beta")
 """Attributes that the activations of the kernels do not read."""
 
+RNN_DEFAULT = ["Tanh", "Tanh"]
+"""The activations that ONNX gives an RNN that names none, with any number of directions."""
+
 TURNS = {"x": (1, 0, 2), "y": (2, 0, 1, 3), "h": (1, 2, 0, 3)}
 """The axes of a tensor in the other layout: of X and the states, and of all states, [S, D, N, H] and [N, S, D, H]."""
 
@@ -37,6 +40,8 @@ def attributes(node: Node) -> dict[str, Any]:
     """Return the attributes of the kernel. Raises `InvalidParameter`."""
     kernel = "LSTMTraining" if node.op == "LSTM" else "GRUTraining"
     given = {name: value for name, value in node.attributes.items() if name not in (*IGNORED, "layout")}
+    if node.op == "RNN" and given.get("activations") == RNN_DEFAULT:
+        del given["activations"]
     return attributes_of(OPERATORS[kernel], node.op, given)
 
 
