@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from service.dtypes import Array
 from service.graphs.gradients.arrays import rounded_once, unbroadcast
 from service.graphs.gradients.tape import Tape, gradients, rule
+from service.graphs.nodes.products import einsum, letters
 from service.graphs.plan import Node
 from service.kernels.matmul import fused_matmul
 
@@ -58,13 +58,12 @@ def _einsum(tape: Tape, node: Node, dY: str) -> list[str]:
 
 def _d_operand(equation: str, place: int, dY: Array, *operands: Array) -> Array:
     """Return the gradient of one operand: the product of dY and the others, with the letters of the operand left."""
-    *terms, result = _letters(equation, [one.ndim for one in operands], dY.ndim)
+    *terms, result = letters(equation, operands)
     operand, term = operands[place], terms[place]
     others = [one for k, one in enumerate(operands) if k != place]
     known = {*result, *"".join(terms[:place] + terms[place + 1 :])}
     kept = "".join(letter for letter in dict.fromkeys(term) if letter in known)
-    product = rounded_once(partial(_product, ",".join([result, *terms[:place], *terms[place + 1 :]]) + f"->{kept}"))
-    gradient = product(dY, *others)
+    gradient = einsum(",".join([result, *terms[:place], *terms[place + 1 :]]) + f"->{kept}", dY, *others)
     unique = "".join(dict.fromkeys(term))
     sizes = dict(zip(term, operand.shape, strict=True))
     # What only this operand has, the forward product sums: each place there gets the same.
@@ -76,22 +75,3 @@ def _d_operand(equation: str, place: int, dY: Array, *operands: Array) -> Array:
     diagonal = np.zeros(operand.shape, gradient.dtype)
     np.einsum(f"{term}->{unique}", diagonal)[...] = gradient
     return diagonal
-
-
-def _product(equation: str, *operands: Array) -> Array:
-    result: Array = np.einsum(equation, *operands, optimize=True)
-    return result
-
-
-def _letters(equation: str, ranks: Sequence[int], rank: int) -> list[str]:
-    """Return the letters of each operand and of the result, with letters in the place of an ellipsis."""
-    left, arrow, result = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    if not arrow:
-        once = sorted(one for one in {*left} - {*",."} if left.count(one) == 1)
-        result = "..." * ("..." in left) + "".join(once)
-    free = [chr(code) for code in range(ord("A"), ord("z")) if chr(code).isalpha() and chr(code) not in equation]
-    return [
-        term.replace("...", "".join(free[: n - len(term) + 3][::-1]))
-        for term, n in zip([*terms, result], [*ranks, rank], strict=True)
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,15 @@ def _gather_elements(node: Node) -> Function:
     axis = node.attributes.get("axis", 0)
 
     def gather(data: Array, indices: Array) -> Array:
-        claim(indices.size * (data.itemsize + 8))
+        _claim_places(indices.size * (data.itemsize + 8), indices.shape, data.shape)
         return np.take_along_axis(*_along(data, indices, axis))
 
     return gather
+
+
+def _claim_places(size: int, *shapes: Sequence[int]) -> None:
+    """Claim bytes, and an int for each place along each axis: an empty tensor may have long ones."""
+    claim(size + 16 * sum(sum(shape) for shape in shapes))
 
 
 def _along(data: Array, indices: Array, axis: int) -> tuple[Array, Array, int]:
@@ -62,7 +68,7 @@ def _scatter_elements(node: Node) -> Function:
         out = new(data.shape, data.dtype)
         out[...] = data
         part, places, at = _along(out, indices, axis)
-        claim(8 * indices.size * indices.ndim)
+        _claim_places(8 * indices.size * indices.ndim, indices.shape)
         grid = [
             np.arange(n).reshape([-1 if k == j else 1 for j in range(data.ndim)]) for k, n in enumerate(places.shape)
         ]
@@ -89,7 +95,7 @@ def _gather_nd(node: Node) -> Function:
             raise ShapeMismatch(f"the first {batch} dimensions of data and indices differ")
         count, depth = math.prod(data.shape[:batch]), indices.shape[-1]
         shape = (*indices.shape[:-1], *data.shape[batch + depth :])
-        claim(math.prod(shape) * data.itemsize + 2 * indices.nbytes)
+        _claim_places(math.prod(shape) * data.itemsize + 2 * indices.nbytes, [count])
         places = np.moveaxis(indices.reshape(count, -1, depth), -1, 0)
         numbers: Array = data.reshape(count, *data.shape[batch:])[np.arange(count)[:, None], *places]
         return numbers.reshape(shape)
@@ -118,7 +124,7 @@ def _one_hot(node: Node) -> Function:
         count = int(depth.item())
         (at,) = axes_of([axis], indices.ndim + 1)
         out = new([*indices.shape[:at], count, *indices.shape[at:]], values.dtype)
-        claim(out.size + indices.nbytes)
+        _claim_places(out.size + indices.nbytes, [count])
         out[...] = values[0]
         places = np.arange(count).reshape([-1 if k == at else 1 for k in range(out.ndim)])
         kept = np.expand_dims(np.where(indices < 0, indices + count, indices), at) == places
@@ -149,12 +155,12 @@ def _top(node: Node) -> Function:
         count, length = int(k.item()), data.shape[axis]
         if not 0 <= count <= length:
             raise InvalidTensor(f"k is {count}, but must be from 0 to {length}, the length along axis {axis}")
-        claim(3 * 8 * data.size)
+        _claim_places(3 * 8 * data.size, data.shape)
         if is_largest:  # of equal numbers the first ones
             order = length - 1 - np.flip(np.argsort(np.flip(data, axis), axis=axis, kind="stable"), axis)
         else:
             order = np.argsort(data, axis=axis, kind="stable")
-        places = contiguous(np.take(order, range(count), axis=axis))
+        places = contiguous(order[(slice(None),) * (axis % data.ndim) + (slice(count),)])
         return np.take_along_axis(data, places, axis), places
 
     return top

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import string
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +15,10 @@ from service.graphs.nodes.elementwise import apply, narrowed
 from service.graphs.nodes.shapes import contiguous
 from service.graphs.nodes.table import Function, maker
 from service.graphs.plan import Node
-from service.kernels import OPERATORS, check_work
+from service.kernels import OPERATORS, check_work, claim
+
+SLOWNESS = 16
+"""How much longer NumPy takes for a product in a sum of products than BLAS does, where it does not call it."""
 
 _PRODUCT = OPERATORS["FusedMatMul"]
 
@@ -46,13 +53,49 @@ def _gemm(node: Node) -> Function:
 
 @maker("Einsum")
 def _einsum(node: Node) -> Function:
-    equation = node.attributes["equation"].replace(" ", "")
+    return partial(einsum, node.attributes["equation"])
 
-    def einsum(*arrays: Array) -> Array:
-        dtype = arrays[0].dtype
-        wide = [one.astype(compute_dtype(dtype), copy=False) for one in arrays]
-        path, _ = np.einsum_path(equation, *wide, optimize="greedy")
-        result = contiguous(np.einsum(equation, *wide, optimize=path))
-        return result if result.dtype == dtype else narrowed(result, dtype)
 
-    return einsum
+def einsum(equation: str, *operands: Array) -> Array:
+    """Return the sum of products, taken two operands at a time. Raises `TensorTooLarge` for too much work."""
+    *terms, result = letters(equation, operands)
+    dtype = operands[0].dtype
+    claim(sum(one.size for one in operands) * compute_dtype(dtype).itemsize)
+    wide = [one.astype(compute_dtype(dtype), copy=False) for one in operands]
+    given = f"{','.join(terms)}->{result}"
+    path, _ = np.einsum_path(given, *wide, optimize="greedy")
+    _check_path(path[1:], terms, result, operands)
+    total = contiguous(np.asarray(np.einsum(given, *wide, optimize=path)))
+    return total if total.dtype == dtype else narrowed(total, dtype)
+
+
+def letters(equation: str, operands: Sequence[Array]) -> list[str]:
+    """Return the letters of each operand and of the result, with letters in place of an ellipsis."""
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        result = "..." * ("..." in left) + "".join(sorted(one for one in {*left} - {*",."} if left.count(one) == 1))
+    free = [one for one in string.ascii_letters if one not in equation]
+    ranks = [one.ndim - len(term.replace("...", "")) for one, term in zip(operands, terms, strict=True)]
+    longest = max([rank for rank, term in zip(ranks, terms, strict=True) if "..." in term], default=0)
+    spread = [
+        term.replace("...", "".join(free[longest - rank : longest])) for rank, term in zip(ranks, terms, strict=True)
+    ]
+    return [*spread, result.replace("...", "".join(free[:longest]))]
+
+
+def _check_path(path: Sequence[Any], terms: Sequence[str], result: str, operands: Sequence[Array]) -> None:
+    """Raise unless the products along the path are bounded, and claim the memory of their results."""
+    left, work, size = [*terms], 0, 0
+    lengths: dict[str, int] = {}
+    for term, one in zip(terms, operands, strict=True):
+        lengths.update({k: max(n, lengths.get(k, 0)) for k, n in zip(term, one.shape, strict=True)})
+    for places in path:
+        taken = {*"".join(left[place] for place in places)}
+        left = [term for place, term in enumerate(left) if place not in places]
+        kept = taken & {*"".join(left), *result}
+        left.append("".join(kept))
+        work += math.prod(lengths[one] for one in taken)
+        size += math.prod(lengths[one] for one in kept)
+    check_work("Einsum", SLOWNESS * work)
+    claim(2 * size * operands[0].itemsize)

@@ -165,7 +165,7 @@ def _pad(node: Node) -> Function:
         if mode != "constant":
             for axis in along:
                 length = data.shape[axis]
-                new((before[axis] + length + after[axis],), INT64)  # counted before there is memory for it
+                claim(32 * (before[axis] + length + after[axis]))  # of the places
                 places = _PLACES[mode](np.arange(-before[axis], length + after[axis]), length)
                 claim(data.nbytes // max(1, length) * len(places))
                 data = np.take(data, places, axis=axis)
@@ -216,8 +216,8 @@ def _constant_of_shape(node: Node) -> Function:
 def _range(node: Node) -> Function:
     def numbers(start: Array, limit: Array, delta: Array) -> Array:
         first, last, step = start.item(), limit.item(), delta.item()
-        out = new([max(0, math.ceil((last - first) / step))], start.dtype)
-        claim(8 * out.size)
+        out = new([max(0, int(-((first - last) // step)))], start.dtype)
+        claim(16 * out.size)
         out[...] = first + np.arange(out.size) * step
         return out
 
@@ -249,13 +249,13 @@ def _trilu(node: Node) -> Function:
     is_upper = node.attributes.get("upper", 1)
 
     def triangle(data: Array, k: Array | None = None) -> Array:
-        offset = 0 if k is None else int(k.item())
+        height, width = data.shape[-2:]
+        offset = 0 if k is None else min(max(int(k.item()), -height), width)
         out = new(data.shape, data.dtype)
-        claim(out.size)
-        rows, columns = np.ogrid[: data.shape[-2], : data.shape[-1]]
-        kept = columns - rows >= offset if is_upper else columns - rows <= offset
+        claim(2 * height * width + 8 * (height + width))
+        lower = np.tri(height, width, offset - 1 if is_upper else offset, bool)
         out[...] = 0
-        np.copyto(out, data, where=kept)
+        np.copyto(out, data, where=~lower if is_upper else lower)
         return out
 
     return triangle

@@ -1,0 +1,143 @@
+"""Memory and work that a stranger's data asks for: counted before there is memory for it."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.dtypes import Array, DType
+from service.errors import Busy, GradserveError, TensorTooLarge
+from service.graphs.graph import Graph
+from service.graphs.nodes import step_of
+from service.graphs.plan import Plan
+from service.kernels import Workspace, workspace
+from tests.graphs.test_nodes import ints, node
+from tests.graphs.test_training import OWN, step
+
+MOST = 1 << 20
+LONG = 1 << 40
+
+
+@contextmanager
+def memory(most: int) -> Iterator[list[int]]:
+    """Refuse more memory than `most`. Yield the sizes that were claimed."""
+    claims: list[int] = []
+
+    def claim(size: int) -> None:
+        claims.append(size)
+        if sum(claims) > most:
+            raise Busy("too much")
+
+    def allocate(shape: tuple[int, ...], dtype: DType) -> Array:
+        claim(int(np.prod(shape, dtype=object)) * dtype.itemsize)
+        return np.empty(shape, dtype)
+
+    with workspace(Workspace(allocate=allocate, spare=allocate, scratch=np.empty, claim=claim)):
+        yield claims
+
+
+ONE, ROW = np.ones(1, np.float32), np.ones((1, 1 << 14), np.float32)
+EMPTY = np.empty((LONG, 0), np.float32)
+NO_PLACES = np.empty((LONG, 0), np.int64)
+
+LARGE: list[tuple[str, list[Any], dict[str, Any]]] = [
+    ("Expand", [ONE, ints(LONG)], {}),
+    ("Tile", [ONE, ints(LONG)], {}),
+    ("ConstantOfShape", [ints(1 << 20, 1 << 20)], {}),
+    ("Range", [np.array(0), np.array(LONG), np.array(1)], {}),
+    ("Range", [np.array(0.0), np.array(1.0), np.array(1e-12)], {}),
+    ("Pad", [ONE, ints(LONG, 0)], {}),
+    ("Pad", [ONE, ints(0, LONG)], {"mode": "edge"}),
+    ("OneHot", [ints(0), np.array(LONG), ints(0, 1)], {}),
+    ("OneHot", [np.empty(0, np.int64), np.array(LONG), ints(0, 1)], {}),
+    ("Add", [ROW, ROW.T], {}),
+    ("Equal", [ROW, ROW.T], {}),
+    ("PRelu", [ROW, ROW.T], {}),
+    ("Sum", [ROW, ROW.T], {}),
+    ("Where", [ROW > 0, ROW.T, ROW], {}),
+    ("MatMul", [ROW.T, ROW], {}),
+    ("Gemm", [ROW.T, ROW], {}),
+    ("Einsum", [ROW, ROW], {"equation": "ai,bj->ij"}),
+    ("Einsum", [ROW] * 20, {"equation": ",".join("a" + one for one in "bcdefghijklmnopqrstu") + "->a"}),
+    ("Einsum", [ROW] * 6, {"equation": "ab,ac,ad,ae,af,ag->bcdefg"}),
+    ("Gather", [ROW, np.zeros(1 << 10, np.int64)], {}),
+    ("GatherND", [ROW, np.zeros((1 << 10, 1), np.int64)], {}),
+    ("GatherND", [EMPTY, NO_PLACES[..., None]], {"batch_dims": 1}),
+    ("GatherElements", [EMPTY, NO_PLACES], {"axis": 1}),
+    ("ScatterElements", [EMPTY, NO_PLACES, EMPTY], {"axis": 1}),
+    ("Concat", [ROW] * 100, {"axis": 0}),
+    ("Trilu", [EMPTY], {}),
+    ("TopK", [EMPTY, ints(1)], {"axis": 0, "outputs": 2}),
+    ("NonZero", [np.ones((1, 1, 1, 1 << 15))], {}),
+    ("CumSum", [np.ones(1 << 17, np.float16), np.array(0)], {}),
+    ("Cast", [np.ones(1 << 18, bool)], {"to": 11}),
+]
+
+
+@pytest.mark.parametrize("question", LARGE, ids=lambda question: str(question[0]))
+def test_large_results_are_refused_before_there_is_memory_for_them(
+    question: tuple[str, list[Any], dict[str, Any]],
+) -> None:
+    op, given, options = question
+    made = step_of(node(op, len(given), **options))
+    plan = Plan([made], {}, made.outputs)
+    tracemalloc.start()
+    try:
+        with memory(MOST), pytest.raises((Busy, TensorTooLarge)):
+            plan.run(dict(zip(made.inputs, given, strict=True)))
+        assert tracemalloc.get_traced_memory()[1] < 2 * MOST
+    finally:
+        tracemalloc.stop()
+
+
+def test_long_sums_of_products_are_refused() -> None:
+    tensors = [np.ones((1 << 13, 1 << 13), np.int8)] * 3
+    made = step_of(node("Einsum", 3, equation="ij,jk,kl->"))
+    with pytest.raises(TensorTooLarge, match="Einsum would take"):
+        Plan([made], {}, made.outputs).run(dict(zip(made.inputs, tensors, strict=True)))
+
+
+def test_a_product_of_matrices_that_takes_too_long_is_refused() -> None:
+    tall = np.ones((1 << 25, 1), np.int8)
+    made = step_of(node("MatMul", 2))
+    with pytest.raises(TensorTooLarge, match="MatMul would take"):
+        Plan([made], {}, made.outputs).run({"x0": tall, "x1": tall.T})
+
+
+@pytest.mark.parametrize("name", ["unet", "resnet"])
+def test_a_run_claims_what_it_holds_at_its_peak(name: str) -> None:
+    graph, given, _ = step(*OWN[name])
+    operator = graph.operator(name)
+    operator(given, {})
+    tracemalloc.start()
+    try:
+        with memory(1 << 30) as claims:
+            outputs = operator(given, {})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sum(claims) > sum(one.nbytes for one in outputs.values())
+    assert 0.5 * peak - (1 << 17) < sum(claims) < 1.5 * peak
+
+
+def test_damaged_graphs_run_or_fail_with_an_error() -> None:
+    content = Path(OWN["dlrm"][0]).read_bytes()
+    _, given, _ = step(*OWN["dlrm"])
+    random, ran = np.random.default_rng(1), 0
+    for _ in range(150):
+        damaged = np.frombuffer(content, np.uint8).copy()
+        damaged[random.integers(0, len(damaged), 2)] = random.integers(0, 256, 2)
+        try:
+            operator = Graph.read(damaged.tobytes()).operator("damaged")
+            with memory(64 * MOST):
+                operator(given, {})
+            ran += 1
+        except GradserveError:
+            pass
+    assert 0 < ran < 150
