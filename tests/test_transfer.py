@@ -303,7 +303,7 @@ def test_an_export_without_buffers_replaces_no_file(tmp_path: Path) -> None:
     file.write_bytes(b"dear")
     status, out, complaint = called("export", str(file), "--prefix", "typo.", "--store", f"lmdb:{_empty(tmp_path)}")
     assert (status, out) == (1, "")
-    assert complaint == "gradserve: There is no buffer whose name begins with 'typo.'\n"
+    assert complaint == "gradserve: There is no buffer and no graph whose name begins with 'typo.'\n"
     assert file.read_bytes() == b"dear"
     assert called("export", str(file), "--store", f"lmdb:{_empty(tmp_path)}")[0] == 0
     assert load_file(file) == {}

@@ -17,22 +17,22 @@ _RESERVED = (".", "..", "__metadata__")
 """Names that have another meaning in a path or in a safetensors file."""
 
 
-def check_name(name: str) -> str:
-    """Return `name` if a buffer can have it. Raises `InvalidParameter`."""
+def check_name(name: str, what: str = "buffer") -> str:
+    """Return `name` if a buffer, or `what` else has names, can have it. Raises `InvalidParameter`."""
     if not NAME.fullmatch(name) or name in _RESERVED:
         raise InvalidParameter(
-            f"{shown(name)} is not a buffer name: 1 to 200 characters of A-Z a-z 0-9 . _ : -, but not"
+            f"{shown(name)} is not a {what} name: 1 to 200 characters of A-Z a-z 0-9 . _ : -, but not"
             f" {', '.join(_RESERVED)}",
             parameter="name",
         )
     return name
 
 
-def check_length(name: str, longest: int) -> None:
-    """Raise `InvalidParameter` if the name is too long for a new buffer."""
+def check_length(name: str, longest: int, what: str = "buffer") -> None:
+    """Raise `InvalidParameter` if the name is too long for a new buffer, or for what else has names."""
     if len(name) > longest:
         raise InvalidParameter(
-            f"{shown(name)} has {len(name)} characters; the longest buffer name has {longest}"
+            f"{shown(name)} has {len(name)} characters; the longest {what} name has {longest}"
             " (GRADSERVE_MAX_NAME_LENGTH)",
             parameter="name",
             limit=longest,

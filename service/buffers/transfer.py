@@ -1,7 +1,7 @@
-"""Export of buffers to a safetensors file, and import from such a file.
+"""Export of buffers and graphs to a safetensors file, and import from such a file.
 
 The file holds the current value of each buffer under its name. `__metadata__["buffers"]` holds, as JSON, the data that
-creates the buffers again. Closed epochs and idempotency keys are not exported.
+creates the buffers again; graphs are in `transfer_graphs.py`. Closed epochs and idempotency keys are not exported.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-import stat
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import orjson
 
+from service.buffers import transfer_graphs
 from service.buffers.changes import Delete
 from service.buffers.epochs import MAX_CONTRIBUTORS, is_contributor
+from service.buffers.graph_changes import DeleteGraph
+from service.buffers.graphs import StoredGraph
 from service.buffers.names import BufferName, check_length, check_name
 from service.buffers.perform import Request
 from service.buffers.readonly import Moment
@@ -30,42 +32,61 @@ from service.buffers.restore import Restore
 from service.buffers.rules import new_spec
 from service.buffers.specs import RULES, Rule, Spec
 from service.buffers.store import Store
+from service.buffers.transfer_graphs import MAX_SECONDS, SavedGraph
 from service.buffers.url import opened_readonly
 from service.codecs import safetensors
-from service.dtypes import FLOATS
+from service.dtypes import FLOATS, Array
 from service.errors import BufferCorrupt, BufferExists, InvalidParameter, MalformedBody, UnknownBuffer, shown
 from service.host.documents import DocumentInvalid, Members, check, is_number, parse
-from service.host.files import named, open_new, put_in_place
-from service.host.system import sync
+from service.host.files import named, replacing
 from service.keys import NAME, NAME_RULE
 from service.limits import Limits
 
 
-def export(url: str, max_bytes: int, path: Path | None, prefix: str = "", schema: str = "gradserve") -> tuple[int, int]:
-    """Write the buffers with this prefix, as of one moment, to `path`; None means stdout.
+def export(
+    url: str, max_bytes: int, path: Path | None, prefix: str = "", schema: str = "gradserve"
+) -> tuple[int, int, int]:
+    """Write the buffers and graphs with this prefix, as of one moment, to `path`; None means stdout.
 
-    Return the count of the buffers, and the bytes of the file. Servers may use the store. Raises `UnknownBuffer`,
-    `StoreFailed` and `BufferCorrupt`, and OSError for the file; after an error the file is unchanged.
+    Return the counts of buffers and of graphs, and the bytes of the file. Servers may use the store. Raises
+    `UnknownBuffer`, `StoreFailed` and `BufferCorrupt`, and OSError for the file; after an error the file is unchanged.
     """
     opening = opened_readonly(url, max_bytes=max_bytes, schema=schema)
-    with opening as opened, named(path or "stdout"), _replacing(path) as file:
+    with opening as opened, named(path or "stdout"), replacing(path) as file:
         now = opened.now()
         with opened.reading() as moment, np.errstate(all="ignore"):
             records = {name: record for name, record in _sound(moment, prefix).items() if record.lives(now)}
-            if prefix and not records:  # a file without buffers must not replace a good file
-                raise UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix)}")
-            ordered = safetensors.in_order({name: (each.spec.dtype, each.spec.shape) for name, each in records.items()})
-            metadata = {name: _described(record) for name, record in records.items()}
-            size: int = file.write(safetensors.head(ordered, {"buffers": orjson.dumps(metadata).decode()}))
+            graphs = transfer_graphs.sound(moment, prefix)
+            if prefix and not (records or graphs):  # a file without buffers must not replace a good file
+                raise UnknownBuffer(f"There is no buffer and no graph whose name begins with {shown(prefix)}")
+            types = {name: (each.spec.dtype, each.spec.shape) for name, each in records.items()}
+            ordered = safetensors.in_order(
+                types | {name: transfer_graphs.type_of(each) for name, each in graphs.items()}
+            )
+            size: int = file.write(safetensors.head(ordered, _metadata(records, graphs)))
             for name in ordered:
+                if name in graphs:
+                    size += sum(map(_writing(file), transfer_graphs.pieces(moment, graphs[name])))
+                    continue
                 try:
-                    for piece in moment.streamed(records[name].spec, records[name].value):
-                        file.write(piece.reshape(-1).view(np.uint8).data)
+                    size += sum(map(_writing(file), moment.streamed(records[name].spec, records[name].value)))
                 except BufferCorrupt as error:
                     name_buffer(error, name, one_of_many=True)
                     raise
-                size += records[name].spec.nbytes
-        return len(records), size
+        return len(records), len(graphs), size
+
+
+def _writing(file: Any) -> Callable[[Array], int]:
+    """Return a function that writes an array to the file, and returns its bytes."""
+    return lambda piece: int(file.write(piece.reshape(-1).view(np.uint8).data))
+
+
+def _metadata(records: Mapping[str, Record], graphs: Mapping[str, StoredGraph]) -> dict[str, str]:
+    """Return the metadata of the file. Without graphs a version before reads it, too."""
+    metadata = {"buffers": {name: _described(record) for name, record in records.items()}}
+    if graphs:
+        metadata["graphs"] = {name: transfer_graphs.described(graph) for name, graph in graphs.items()}
+    return {name: orjson.dumps(members).decode() for name, members in metadata.items()}
 
 
 def _sound(moment: Moment, prefix: str) -> dict[str, Record]:
@@ -76,41 +97,6 @@ def _sound(moment: Moment, prefix: str) -> dict[str, Record]:
             raise BufferCorrupt(f"The stored record of the buffer {name.joined!r} is damaged", buffer=name.joined)
         found[name.joined] = record
     return found
-
-
-@contextmanager
-def _replacing(path: Path | None) -> Iterator[Any]:
-    """Yield a file that replaces the file at `path`, through a link too, once it is complete.
-
-    After an error the old file is unchanged. A device, a pipe and stdout (None) are written directly.
-    """
-    if path is None:
-        if sys.stdout is None:
-            raise OSError("stdout is closed")
-        yield sys.stdout.buffer
-        sys.stdout.flush()
-        return
-    if path.exists() and not path.is_file():
-        with path.open("wb") as file:
-            yield file
-        return
-    target = Path(os.path.realpath(path))
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
-    try:
-        file = open(open_new(unfinished), "wb")  # only its user may read it, like the store
-    except OSError as error:
-        error.filename = str(path)
-        raise
-    try:
-        with file:
-            with suppress(FileNotFoundError):
-                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
-            yield file
-            file.flush()
-            sync(file.fileno())
-        put_in_place(unfinished, target)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _described(record: Record) -> dict[str, Any]:
@@ -127,8 +113,15 @@ def _described(record: Record) -> dict[str, Any]:
     return state | {name: value for name, value in later.items() if value}
 
 
-def read(path: Path | None, limits: Limits, longest_name: int) -> list[Restore]:
-    """Return the buffers of a file that `export` wrote at `path`; None means stdin.
+class Contents(NamedTuple):
+    """The buffers and graphs of a file."""
+
+    buffers: list[Restore]
+    graphs: list[SavedGraph]
+
+
+def read(path: Path | None, limits: Limits, longest_name: int) -> Contents:
+    """Return the contents of a file that `export` wrote at `path`; None means stdin.
 
     Raises `MalformedBody`, the errors of `limits` and of names, and OSError for the file.
     """
@@ -141,18 +134,22 @@ def read(path: Path | None, limits: Limits, longest_name: int) -> list[Restore]:
         tensors = safetensors.decode(body, limits)
     except MalformedBody as error:
         raise MalformedBody(f"{what} is not a safetensors file: {error}") from None
-    metadata = safetensors.metadata_of(body, limits).get("buffers")
-    if metadata is None:
+    metadata = safetensors.metadata_of(body, limits)
+    if "buffers" not in metadata:
         raise MalformedBody(f"{what} was not written by gradserve export: its metadata lacks buffers")
-    states = _checked(what, metadata)
-    if unknown := sorted(tensors.keys() - states.keys()):
+    states = _checked(what, metadata["buffers"])
+    graphs = transfer_graphs.read(what, metadata.get("graphs"), tensors)
+    if unknown := sorted(tensors.keys() - states.keys() - graphs.keys()):
         raise MalformedBody(f"{what} has the tensor {shown(unknown[0])}, which its metadata does not describe")
     records = {name: _record(what, name, state, longest_name) for name, state in states.items()}
     for name, record in records.items():
         tensor = tensors.get(name)
         if tensor is None or (tensor.shape, tensor.dtype) != (record.spec.shape, record.spec.dtype):
             raise MalformedBody(f"{what} has no tensor {name!r} as its metadata describes it")
-    return [Restore(name=record.name, record=record, value=tensors[name]) for name, record in records.items()]
+    for name, graph in graphs.items():
+        _check_name(what, name, graph.full_name, longest_name, "graph")
+    restores = [Restore(name=record.name, record=record, value=tensors[name]) for name, record in records.items()]
+    return Contents(restores, [*graphs.values()])
 
 
 @contextmanager
@@ -171,29 +168,32 @@ def _on_disk(path: Path | None) -> Iterator[BinaryIO]:
         yield copy
 
 
-def restore(store: Store, buffers: Collection[Restore]) -> None:
-    """Create all buffers, or, on an error, none. Raises `BufferExists`, `StoreFull` and `TooManyBuffers`."""
-    changes = {change.record.full_name: change for change in buffers}
+def restore(store: Store, contents: Contents) -> None:
+    """Create all buffers and graphs, or, on an error, none.
+
+    Raises `BufferExists`, `GraphExists`, `StoreFull`, `TooManyBuffers` and `TooManyGraphs`.
+    """
+    changes = {change.record.full_name: change for change in contents.buffers}
     stores = {namespace: store.within(namespace) for namespace, _ in changes}
     names = (record.full_name for own in stores.values() for record in own.records())
     if existing := sorted(name.joined for name in names if name in changes):
         raise BufferExists(f"Buffers of these names already exist: {', '.join(existing[:5])}")
-    futures = {name: stores[name.namespace].submit(Request([change])) for name, change in changes.items()}
+    parts = [(name, Request([change]), Request([Delete(name=name.name)])) for name, change in changes.items()]
+    for name, put in contents.graphs:
+        parts.append((name, Request([], graph=put), Request([], graph=DeleteGraph(name=name.name))))
+    futures = [store.within(name.namespace).submit(request) for name, request, _ in parts]
     try:
-        for future in futures.values():
+        for future in futures:
             future.result()
     except BaseException:
-        created = [name for name, future in futures.items() if future.exception() is None]
-        for deletion in [stores[namespace].submit(Request([Delete(name=name)])) for namespace, name in created]:
-            deletion.result()
+        for (name, request, undo), future in zip(parts, futures, strict=True):
+            if future.exception() is None and (future.result().is_new or request.graph is None):
+                store.within(name.namespace).submit(undo).result()
         raise
 
 
 MOST_CHANGES = 1 << 53
 """The largest epoch, version and count of a file: JSON readers that use doubles round larger integers."""
-
-MAX_CREATED_SECONDS = 10**11
-"""The latest time of creation, in the year 5138: a time in milliseconds would be later."""
 
 
 def _is_whole(value: Any, least: int = 0, most: int = MOST_CHANGES) -> bool:
@@ -208,7 +208,7 @@ _STATE: Members = {
     "version": _WHOLE,
     "count": _WHOLE,
     "weight": ("a number", lambda value: is_number(value, -sys.float_info.max, sys.float_info.max)),
-    "created": ("seconds since 1970, from 0 to 10^11", lambda value: is_number(value, 0, MAX_CREATED_SECONDS)),
+    "created": ("seconds since 1970, from 0 to 10^11", lambda value: is_number(value, 0, MAX_SECONDS)),
 }
 
 _LATER: Members = {
@@ -263,10 +263,16 @@ def _spec_of(subject: str, members: dict[str, Any]) -> Spec:
 
 def _record(what: str, name: str, state: dict[str, Any], longest_name: int) -> Record:
     full_name = BufferName.split(name)
-    if full_name.joined != name or not (full_name.namespace == "" or NAME.fullmatch(full_name.namespace)):
-        raise MalformedBody(f"{what} has the buffer {shown(name)}, but a namespace must be {NAME_RULE}")
-    check_length(check_name(full_name.name), longest_name)
+    _check_name(what, name, full_name, longest_name)
     spec, created, weight = state["spec"], float(state["created"]), float(state["weight"])
     began, contributors = state.get("began"), state.get("contributors", {})
     record = Record(full_name, spec, 0, created, created, state["epoch"], state["version"], state["count"], weight)
     return record.changed(began=began, contributors_in=contributors)
+
+
+def _check_name(what: str, tensor: str, name: BufferName, longest: int, kind: str = "buffer") -> None:
+    """Raise `MalformedBody` or `InvalidParameter` unless a client can use this name, which the file has as `tensor`."""
+    split = BufferName.split(tensor)
+    if split.joined != tensor or not (name.namespace == "" or NAME.fullmatch(name.namespace)):
+        raise MalformedBody(f"{what} has the {kind} {shown(tensor)}, but a namespace must be {NAME_RULE}")
+    check_length(check_name(name.name, kind), longest, kind)

@@ -188,9 +188,11 @@ def _export(settings: Settings, options: argparse.Namespace) -> int:
     if path is None and sys.stdout is not None and sys.stdout.isatty():
         raise UsageError("stdout is a terminal, but a safetensors file is binary: redirect stdout, or name a file")
     preflight.check_backup(path, path_of(settings.store))
-    count, size = transfer.export(_store(settings), settings.store_bytes, path, prefix, settings.postgres_schema)
+    buffers, graphs, size = transfer.export(
+        _store(settings), settings.store_bytes, path, prefix, settings.postgres_schema
+    )
     is_stream = path is None or not path.is_file()  # another program may read it, and must not read this line
-    print(f"{count} buffers, {size} bytes", file=sys.stderr if is_stream else sys.stdout)
+    print(f"{_counted(buffers, graphs)}, {size} bytes", file=sys.stderr if is_stream else sys.stdout)
     return 0
 
 
@@ -199,14 +201,18 @@ def _import(settings: Settings, options: argparse.Namespace) -> int:
 
     _store(settings)  # a store in memory would be gone when the command ends
     limits = Limits(settings.max_tensor_bytes, sys.maxsize, settings.max_dimensions)
-    buffers = transfer.read(options.path, limits, settings.max_name_length)
+    contents = transfer.read(options.path, limits, settings.max_name_length)
     store = store_at(settings)
     try:
-        transfer.restore(store, buffers)
+        transfer.restore(store, contents)
     finally:
         store.close()
-    print(f"{len(buffers)} buffers")
+    print(_counted(len(contents.buffers), len(contents.graphs)))
     return 0
+
+
+def _counted(buffers: int, graphs: int) -> str:
+    return f"{buffers} buffers" + (f", {graphs} graphs" if graphs else "")
 
 
 def _forget(settings: Settings, options: argparse.Namespace) -> int:

@@ -6,11 +6,13 @@ import errno
 import fcntl
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from service.host.system import sync_path
+from service.host.system import sync, sync_path
 
 _PRIVATE = 0o600
 """The mode of a new file: only its user may read and write it."""
@@ -63,6 +65,41 @@ def locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def replacing(path: Path | None) -> Iterator[Any]:
+    """Yield a file that replaces the file at `path`, through a link too, once it is complete.
+
+    After an error the old file is unchanged. A device, a pipe and stdout (None) are written directly.
+    """
+    if path is None:
+        if sys.stdout is None:
+            raise OSError("stdout is closed")
+        yield sys.stdout.buffer
+        sys.stdout.flush()
+        return
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    target = Path(os.path.realpath(path))
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
+    try:
+        file = open(open_new(unfinished), "wb")  # only its user may read it, like the store
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    try:
+        with file:
+            with suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
+            yield file
+            file.flush()
+            sync(file.fileno())
+        put_in_place(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _not_regular(path: Path) -> OSError:

@@ -30,7 +30,7 @@ def imported(path: Path, spec: str) -> dict[str, Any] | None:
     state = f'{{"spec": {spec}, "epoch": 0, "version": 0, "count": 0, "weight": 0, "created": 1}}'
     save_file({"a": np.zeros(2, np.float32)}, path, {"buffers": f'{{"a": {state}}}'})
     try:
-        (restored,) = read(path, LIMITS, 200)
+        ((restored,), _) = read(path, LIMITS, 200)
     except MalformedBody:
         return None
     return restored.record.spec.as_json()

@@ -182,7 +182,7 @@ def test_what_was_imported_can_be_exported_and_imported_again(tmp_path: Path) ->
         restore(store, read(file, LIMITS, 200))
         assert [type(member) for member in (store.record("a").weight, store.record("a").created)] == [float, float]
     assert export(f"lmdb:{tmp_path}/store", 1 << 24, copy)[0] == 2
-    again = {change.record.full_name.joined: change.record for change in read(copy, LIMITS, 200)}
+    again = {change.record.full_name.joined: change.record for change in read(copy, LIMITS, 200).buffers}
     assert again.keys() == {*names}
     for record in again.values():
         assert {name: getattr(record, name) for name in largest} == largest

@@ -1,0 +1,96 @@
+"""Graphs in the file of an export: each model is a tensor of int32, with zeros behind its bytes.
+
+`__metadata__["graphs"]` holds, as JSON, the rest of each graph by the name of its tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from service.buffers.graph_changes import PutGraph
+from service.buffers.graphs import StoredGraph, damaged, digest_of
+from service.buffers.names import BufferName
+from service.buffers.readonly import Moment
+from service.codecs.safetensors import TensorType
+from service.dtypes import BOOL, INT32, Array
+from service.errors import MalformedBody, shown
+from service.host.documents import DocumentInvalid, Members, check, is_number, parse
+
+ROOM = "graphs/"
+"""What the name of a tensor has before the name of its graph: no buffer has a slash in its name."""
+
+MAX_SECONDS = 10**11
+"""The latest time of creation, in the year 5138: a time in milliseconds would be later."""
+
+_GRAPH: Members = {
+    "options": (
+        "an object of texts",
+        lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
+    ),
+    "created": ("seconds since 1970, from 0 to 10^11", lambda value: is_number(value, 0, MAX_SECONDS)),
+    "bytes": ("an integer, 0 or more", lambda value: type(value) is int and value >= 0),
+    "digest": ("a text", lambda value: isinstance(value, str)),
+}
+
+
+class SavedGraph(NamedTuple):
+    """A graph of a file, and the change that makes it again."""
+
+    full_name: BufferName
+    change: PutGraph
+
+
+def sound(moment: Moment, prefix: str) -> dict[str, StoredGraph]:
+    """Return the graphs with this prefix by the names of their tensors. Raises `GraphCorrupt`."""
+    found = {}
+    for name, graph in moment.sound_graphs(prefix):
+        if graph is None:
+            raise damaged(name.joined)
+        found[BufferName(name.namespace, ROOM + name.name).joined] = graph
+    return found
+
+
+def type_of(graph: StoredGraph) -> TensorType:
+    """Return the dtype and the shape of the tensor that holds the model."""
+    return INT32, (-(-graph.nbytes // INT32.itemsize),)
+
+
+def described(graph: StoredGraph) -> dict[str, Any]:
+    """Return the rest of the graph."""
+    return {"options": graph.options, "created": graph.created, "bytes": graph.nbytes, "digest": graph.digest}
+
+
+def pieces(moment: Moment, graph: StoredGraph) -> Iterator[Array]:
+    """Yield the bytes of the tensor. Raises `GraphCorrupt`."""
+    yield from moment.model(graph)
+    yield np.zeros(-graph.nbytes % INT32.itemsize, np.uint8)
+
+
+def read(what: str, metadata: str | None, tensors: Mapping[str, Array]) -> dict[str, SavedGraph]:
+    """Return the graphs of a file by the names of their tensors. Raises `MalformedBody`."""
+    everything = f"The metadata of the graphs in {what}"
+    try:
+        graphs = parse(everything, metadata or "{}")
+        if not isinstance(graphs, dict):
+            raise DocumentInvalid(f"{everything} is {shown(graphs)}, but must be an object")
+        for tensor, members in graphs.items():
+            check(f"The metadata of the tensor {shown(tensor)} in {what}", members, _GRAPH, _GRAPH.keys())
+    except DocumentInvalid as error:
+        raise MalformedBody(str(error)) from None
+    return {tensor: _saved(what, tensor, members, tensors.get(tensor)) for tensor, members in graphs.items()}
+
+
+def _saved(what: str, tensor: str, members: Mapping[str, Any], numbers: Array | None) -> SavedGraph:
+    namespace, name = BufferName.split(tensor)
+    if not name.startswith(ROOM):
+        raise MalformedBody(f"{what} has the tensor {shown(tensor)} for a graph, but its name must have {ROOM} in it")
+    content = None if numbers is None else numbers.reshape(-1).view(BOOL)[: members["bytes"]]
+    if content is None or digest_of(content.data) != members["digest"]:
+        raise MalformedBody(f"{what} has no tensor {shown(tensor)} as its metadata describes it")
+    name = name.removeprefix(ROOM)
+    options, created = members["options"], float(members["created"])
+    change = PutGraph(name=name, content=content, digest=members["digest"], options=options, created=created)
+    return SavedGraph(BufferName(namespace, name), change)
