@@ -217,8 +217,9 @@ def listed(tensors: Iterable[Tensor]) -> str:
 
 def chosen(names: Iterable[str], wanted: Collection[str]) -> list[str]:
     """Return the names that are in `wanted`, or whose group is."""
-    given = [*names]  # a plain name may have a dot, too
-    return [name for name in given if name in wanted or {name.partition(".")[0]} & {*wanted} - {*given}]
+    given = [*names]
+    groups = {*wanted}.difference(given)  # a plain name may have a dot, too
+    return [name for name in given if name in wanted or name.partition(".")[0] in groups]
 
 
 def _uses(texts: Sequence[tuple[str, str]], tensors: Sequence[Tensor]) -> list[Use]:
@@ -226,26 +227,26 @@ def _uses(texts: Sequence[tuple[str, str]], tensors: Sequence[Tensor]) -> list[U
 
     Each tensor occurs once.
     """
-    fixed = {f"{one.name}.{member}" for one in tensors for member in one.members or ()}
-    names = fixed | {one.name for one in tensors}
-    uses = [_use(parameter, text, *_cut(text, names, tensors), tensors) for parameter, text in texts]
-    seen, groups = set[str](), dict[str, bool]()
+    uses = [_use(parameter, text, *_cut(text, tensors), tensors) for parameter, text in texts]
+    seen, groups, names = set[str](), dict[str, bool](), {one.name for one in tensors}
     for (parameter, _), use in zip(texts, uses, strict=True):
         if use.tensor in seen:
             raise InvalidParameter(f"{parameter} has {use.tensor} twice", parameter=parameter)
         seen.add(use.tensor)
-        group = use.tensor if use.tensor in names and use.tensor not in fixed else use.tensor.partition(".")[0]
+        group = use.tensor if use.tensor in names else use.tensor.partition(".")[0]
         if groups.setdefault(group, use.is_prefix) != use.is_prefix:
             problem = f"{parameter} has {group} both as a group and as single tensors"
             raise InvalidParameter(problem, parameter=parameter)
     return uses
 
 
-def _cut(text: str, names: Collection[str], tensors: Sequence[Tensor]) -> tuple[str, str]:
+def _cut(text: str, tensors: Sequence[Tensor]) -> tuple[str, str]:
     """Return the tensor and the buffer. A tensor's name may have colons, so the longest name counts."""
-    for end in reversed([at for at, letter in enumerate(text) if letter == ":"]):
-        if text[:end] in names:
-            return text[:end], text[end + 1 :]
+    tensor, colon, buffer = text.rpartition(":")
+    while colon:
+        if any(tensor == one.name or (one.members and is_known(tensor, [one])) for one in tensors):
+            return tensor, text[len(tensor) + 1 :]
+        tensor, colon, _ = tensor.rpartition(":")
     tensor, _, buffer = text.partition(":")
     return (tensor, buffer) if is_known(tensor, tensors) else ("", "")
 
