@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ from service.graphs.gradients.tape import Tape, completed, dependent, differenti
 from service.graphs.model import Model, Value
 from service.graphs.nodes import step_of
 from service.graphs.plan import Node, Step
-from service.graphs.training import Program, statistics_of, value_of
+from service.graphs.training import Program, statistics_of
+from service.graphs.weights import parameters_of
 
 LOSSES = {
     "SoftmaxCrossEntropyLoss": "SoftmaxCrossEntropyLoss output labels -> ~loss ~log_prob",
@@ -37,20 +37,15 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
 """The attributes of these nodes."""
 
 
-FIXED = {"BatchNormalization": slice(3, 5), "Pow": slice(1, 2)}
-"""Inputs that are no weights, though they may be initializers of floats: running statistics, and exponents."""
-
-
-def training_of(model: Model, loss: str, train: str = "*") -> Program:
+def training_of(model: Model, loss: str, train: str | None = None) -> Program:
     """Return the program of a model's training. `loss` is one of `LOSSES`, or the name of an output that is the loss.
 
-    `train` has patterns of names with commas between; those after a ! are left out. It chooses among the weights: the
-    initializers of floats that have a dimension, or, if there are none, the constants. A name chooses any tensor of
-    floats. Dropout, and BatchNormalization with a trained scale or bias, take their training form. Raises
-    `InvalidGraph`.
+    `train` chooses the parameters: see `parameters_of`. The others are constants. Dropout, and BatchNormalization with
+    a trained scale or bias, take their training form. Raises `InvalidGraph`.
     """
     inputs, value, losses, checks = _loss(model, loss)
-    nodes, tensors, chosen = [*model.nodes, *losses], {**model.initializers, **model.constants}, _chosen(model, train)
+    nodes, tensors = [*model.nodes, *losses], {**model.initializers, **model.constants}
+    chosen = parameters_of(model, train)
     on_the_way = dependent(nodes, chosen)
     nodes = [_in_training(node, on_the_way) for node in nodes]
     if lacking := without_rule(nodes, value.name, chosen):
@@ -60,15 +55,15 @@ def training_of(model: Model, loss: str, train: str = "*") -> Program:
     steps[len(model.nodes) : len(model.nodes)] = checks
     tape = Tape(steps)
     gradients = differentiate(tape, nodes, value.name, chosen)
-    _check_reached(gradients, train, chosen)
+    _check_reached(gradients, train or "*", chosen)
     statistics = statistics_of(nodes, tensors)
-    initial = {name: tensors[name] for name in (*gradients, *statistics)}
+    initial = {name: tensors[name] for name in (*gradients, *statistics) if name in tensors}
     return Program(
         steps=tape.steps,
         constants={TRUE: np.array(True), **tape.constants, **{k: v for k, v in tensors.items() if k not in initial}},
-        inputs=inputs,
+        inputs=tuple(one for one in inputs if one.name not in gradients),
         outputs=tuple(one for one in model.outputs if one.name != value.name),
-        parameters=tuple(value_of((name, tensors[name])) for name in gradients),
+        parameters=tuple(chosen[name] for name in gradients),
         loss=value,
         gradients=gradients,
         statistics=statistics,
@@ -114,26 +109,6 @@ def _same_shape(output: Array, target: Array) -> Array:
     return target
 
 
-def _chosen(model: Model, train: str) -> list[str]:
-    """Return the tensors that the patterns choose, in the order of the model."""
-    tensors = {**model.initializers, **model.constants}
-    fixed = {name for node in model.nodes for name in node.inputs[FIXED.get(node.op, slice(0))]}
-    floats = [name for name, one in tensors.items() if one.dtype.name in FLOATS.dtypes]
-    weights = [name for name in floats if name in model.initializers and tensors[name].ndim and name not in fixed]
-    weights = weights or [name for name in floats if tensors[name].size > 1 and name not in fixed]
-    patterns = [one.strip() for one in train.split(",")]
-    chosen = {*weights} if patterns[0].startswith("!") else set()
-    for pattern in patterns:
-        bare = pattern.removeprefix("!")
-        matches = {bare} if bare in floats else {name for name in weights if fnmatchcase(name, bare)}
-        if not matches:
-            raise InvalidGraph(
-                f"train= has {shown(pattern)}, which is no weight: these are {shown(', '.join(weights))}"
-            )
-        chosen = chosen - matches if pattern.startswith("!") else chosen | matches
-    return [name for name in floats if name in chosen]
-
-
 TRUE = "~true"
 """The constant that turns Dropout on."""
 
@@ -148,7 +123,9 @@ def _in_training(node: Node, on_the_way: set[str]) -> Node:
     return node if on_the_way.isdisjoint(node.inputs) else completed(node)
 
 
-def _check_reached(gradients: Collection[str], train: str, chosen: Sequence[str]) -> None:
+def _check_reached(gradients: Collection[str], train: str, chosen: Collection[str]) -> None:
+    if not chosen:
+        raise InvalidGraph("the model has no weights: name the inputs that are parameters with train=")
     named = [name for name in chosen if name not in gradients and name in train.split(",")]
     if named or not gradients:
         raise InvalidGraph(f"the loss does not depend on {shown(', '.join(named or chosen))}, which train= chooses")

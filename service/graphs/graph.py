@@ -64,7 +64,7 @@ class Graph:
     ) -> Graph:
         """Return the graph in a file's bytes; with `loss`, its training (see `training_of`). Raises `InvalidGraph`."""
         model = read(content, limits)
-        program = program_of(model) if loss is None else training_of(model, loss, train or "*")
+        program = program_of(model, train) if loss is None else training_of(model, loss, train)
         return cls("training" if program.gradients else "inference", program, model.nodes)
 
     @cached_property
@@ -175,11 +175,11 @@ def _members(values: Iterable[Value]) -> list[Port]:
 
 
 def _replaced(ports: Iterable[Port], others: Mapping[str, str]) -> list[Port]:
-    """Return the ports that have another tensor, of the same dtype and shape, with its name."""
+    """Return the ports that another tensor replaces, of the same dtype and shape, with its name."""
     return [
         port._replace(value=port.value._replace(name=others[port.value.name]))
         for port in ports
-        if port.value.name in others
+        if others.get(port.value.name, port.value.name) != port.value.name
     ]
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
-from service.dtypes import FLOATS, NAMES, Array
+from service.dtypes import Array
 from service.errors import InvalidGraph
 from service.graphs.model import Model, Value
 from service.graphs.nodes import step_of
 from service.graphs.plan import Node, Step
+from service.graphs.weights import parameters_of, value_of
 
 ACCUMULATE = "com.microsoft", "InPlaceAccumulatorV2"
 """The operator that adds a gradient to its buffer."""
@@ -39,13 +41,13 @@ class Program:
     gradients: Mapping[str, str] = field(default_factory=dict)
     """The gradient of each parameter that has one."""
     statistics: Mapping[str, str] = field(default_factory=dict)
-    """What replaces each running mean and variance."""
+    """What replaces each running mean and variance: itself, in inference."""
     initial: Mapping[str, Array] = field(default_factory=dict)
     """The values of parameters and statistics that the model has."""
 
 
-def program_of(model: Model) -> Program:
-    """Return the program of a model that has its gradients, or none. Raises `InvalidGraph`."""
+def program_of(model: Model, train: str | None = None) -> Program:
+    """Return the program of a model that has its gradients, or none, with these parameters. Raises `InvalidGraph`."""
     adds = [node for node in model.nodes if (node.domain, node.op) == ACCUMULATE]
     gradients = {_parameter(node): node.inputs[1] for node in adds}
     flags, buffers = {node.outputs[0] for node in adds}, {node.inputs[0] for node in adds}
@@ -59,31 +61,21 @@ def program_of(model: Model) -> Program:
         raise InvalidGraph(f"the gradient {gradients[min(missing)]!r} belongs to no input of the graph")
     outputs = [one for one in model.outputs if one.name not in flags]
     statistics = statistics_of(nodes, model.initializers)
-    weights = model.initializers if not adds else {name: model.initializers.get(name) for name in gradients}
-    own = {name: one for name, one in weights.items() if one is not None and is_weight(one) and name not in statistics}
-    constants = {**model.initializers, **model.constants}
+    tensors = {**model.initializers, **model.constants}
+    parameters = parameters_of(model, train) if not adds else {}
+    parameters |= {name: known[name] if name in known else value_of((name, tensors[name])) for name in gradients}
+    initial = {name: tensors[name] for name in (*parameters, *statistics) if name in tensors}
     return Program(
         steps=[step_of(node) for node in _with_shapes(nodes)],
-        constants={name: array for name, array in constants.items() if name not in own and name not in statistics},
-        inputs=tuple(one for one in model.inputs if one.name not in {*gradients, *buffers, *(resets - read)}),
+        constants={name: array for name, array in tensors.items() if name not in initial},
+        inputs=tuple(one for one in model.inputs if one.name not in {*parameters, *buffers, *(resets - read)}),
         outputs=tuple(outputs[1:] if adds else outputs),
-        parameters=tuple(known[name] for name in gradients if name in known) + tuple(map(value_of, own.items())),
+        parameters=tuple(parameters.values()),
         loss=outputs[0] if adds and outputs else None,
         gradients=gradients,
         statistics=statistics,
-        initial={**own, **{name: model.initializers[name] for name in statistics}},
+        initial=initial,
     )
-
-
-def is_weight(array: Array) -> bool:
-    """Whether an initializer is a parameter, rather than a constant: it has floats and a dimension."""
-    return NAMES.get(array.dtype) in FLOATS.dtypes and array.ndim > 0
-
-
-def value_of(pair: tuple[str, Array]) -> Value:
-    """Return the input that a named tensor can replace."""
-    name, array = pair
-    return Value(name, array.dtype, array.shape)
 
 
 def _parameter(node: Node) -> str:
@@ -93,13 +85,14 @@ def _parameter(node: Node) -> str:
     return buffer.removesuffix(suffix) if buffer.endswith(suffix) else gradient.removesuffix("_grad")
 
 
-def statistics_of(nodes: Sequence[Node], initializers: Collection[str]) -> dict[str, str]:
-    """Return what replaces each running mean and variance."""
+def statistics_of(nodes: Sequence[Node], tensors: Collection[str]) -> dict[str, str]:
+    """Return what replaces each running mean and variance that the model has: itself, in inference."""
     found = dict[str, str]()
     for node in nodes:
-        if node.op in STATISTICS and node.attributes.get("training_mode", node.op == "BatchNormInternal"):
-            pairs = zip(node.inputs[3:5], node.outputs[1:3], strict=False)
-            found.update({old: new for old, new in pairs if new and old in initializers})
+        if node.op in STATISTICS:
+            trains = node.attributes.get("training_mode", node.op == "BatchNormInternal")
+            pairs = zip_longest(node.inputs[3:5], node.outputs[1:3] if trains else (), fillvalue="")
+            found.update({old: new or old for old, new in pairs if old in tensors})
     return found
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from service.dtypes import Array
 from service.errors import InvalidGraph, ShapeMismatch
 from service.graphs.forward import training_of
+from service.graphs.graph import Graph
 from service.graphs.model import read
 from service.graphs.nodes import SEED
 from service.graphs.plan import Plan
@@ -61,7 +62,7 @@ LABELS = np.array([0, 2, 1, -100, 2])
 TARGET = (numbers(5, 3) > 0).astype(np.float64)
 
 
-def program(content: bytes, loss: str = "MSELoss", pattern: str = "*") -> Program:
+def program(content: bytes, loss: str = "MSELoss", pattern: str | None = None) -> Program:
     return training_of(read(content), loss, pattern)
 
 
@@ -172,6 +173,7 @@ LAYERS_WEIGHTS = {
         "!fc1.*": "fc2.w fc2.b",
         "*,!*.b": "fc1.w fc2.w",
         "*,scale": "fc1.w fc1.b scale fc2.w fc2.b",
+        "fc1.*,x": "x fc1.w fc1.b",
     }.items(),
 )
 def test_patterns_choose_among_the_weights(pattern: str, names: str) -> None:
@@ -180,7 +182,7 @@ def test_patterns_choose_among_the_weights(pattern: str, names: str) -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
-    problem = "train= has 'fc3.*', which is no weight: these are 'fc1.w, fc1.b, fc2.w, fc2.b'"
+    problem = "train= has 'fc3.*', which is no weight and no input: the weights are 'fc1.w, fc1.b, fc2.w, fc2.b'"
     with pytest.raises(InvalidGraph, match=re.escape(problem)):
         program(model(LAYERS, LAYERS_WEIGHTS), pattern="fc1.*,fc3.*")
 
@@ -224,6 +226,26 @@ def test_weights_may_come_through_identities_and_casts() -> None:
     assert got["w"].any()
 
 
+def test_a_model_without_weights_has_inputs_to_train() -> None:
+    content = model([("Mul", "x x", "y")], {})
+    with pytest.raises(InvalidGraph, match="the model has no weights: name the inputs that are parameters with train="):
+        program(content)
+    trained = program(content, pattern="x")
+    assert [one.name for one in trained.inputs] == ["target"]
+    x, target = numbers(2, 3), numbers(2, 3)
+    assert_close(run(trained, {"x": x, "target": target})["x"], 4 * x * (x * x - target) / 6, 1e-12)
+
+
+def test_inference_has_the_parameters_and_statistics_of_training() -> None:
+    weights = {"s": numbers(3), "b": numbers(3), "mean": numbers(3), "var": numbers(3) ** 2, "two": np.array([2.0])}
+    content = model([("BatchNormalization", "x s b mean var", "h"), ("Pow", "h two", "y")], weights)
+    trained, still = (Graph.read(content, loss=loss).signature() for loss in ("MSELoss", None))
+    assert [*trained["parameters"]] == [*still["parameters"]] == ["s", "b"]
+    assert [*trained["statistics"]] == [*still["statistics"]] == ["mean", "var"]
+    assert [*Graph.read(content, train="b").signature()["parameters"]] == ["b"]
+    assert [one.name for one in Graph.read(content).operator("g").outputs] == ["y"]
+
+
 def test_constants_are_the_weights_of_a_model_without_initializers() -> None:
     constants = [("Constant", "", name, {"value": numpy_helper.from_array(one)}) for name, one in WEIGHTS.items()]
     assert [one.name for one in program(model([*constants, *LINEAR], {})).parameters] == ["w", "b"]
@@ -252,9 +274,10 @@ def test_a_frozen_batch_normalization_keeps_its_statistics() -> None:
     nodes = [("BatchNormalization", "x s b mean var", "h"), ("MatMul", "h w", "y")]
     weights = {"s": numbers(3), "b": numbers(3), "mean": numbers(3), "var": numbers(3) ** 2, "w": numbers(3, 3)}
     trained = program(model(nodes, weights), pattern="w")
-    assert not trained.statistics
+    assert [*trained.gradients] == ["w"]
     got = run(trained, {"x": numbers(2, 3), "target": numbers(2, 3)})
-    assert [*got] == ["loss", "w"]
+    assert got["mean"].tolist() == weights["mean"].tolist()
+    assert got["var"].tolist() == weights["var"].tolist()
 
 
 @pytest.mark.parametrize("inputs", ["h", "h ratio", "h ratio off"])
