@@ -1,4 +1,4 @@
-"""Points within a commit where a test may stop the writer thread, make it fail, or kill the process."""
+"""Points before and within a commit where a test may stop the process or its writer thread, or make either fail."""
 
 from __future__ import annotations
 

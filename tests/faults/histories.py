@@ -68,7 +68,8 @@ class Caller:
             if answer is None and call.key is not None:
                 answer = self.call(game, call)
             if isinstance(answer, Success):
-                for place, one in zip(call.places, answer.receipts, strict=True):
+                places = call.places[-1:] if call.what == "double" else call.places
+                for place, one in zip(places, answer.receipts, strict=True):
                     seen[place] = (one.epoch + one.closed, one.version)
 
     def call(self, game: Round, call: Call, patience: float = PATIENCE) -> Answer | None:
@@ -92,8 +93,8 @@ class Caller:
         chance = self.chance
         if game.with_keys and chance.random() < 0.15:
             return chance.choice(game.with_keys[-3:])  # perhaps while another client waits for its answer
-        whats: list[What] = ["add", "zero", "take", "read", "look"]
-        what = chance.choices(whats, [10, 1, 2, 5, 2])[0]
+        whats: list[What] = ["add", "zero", "take", "read", "look", "double"]
+        what = chance.choices(whats, [8, 1, 2, 5, 2, 3])[0]
         place = chance.choice([*seen])
         epoch, version = seen[place]
         if what in ("read", "look"):
@@ -104,11 +105,14 @@ class Caller:
             call = replace(call, amount=next(game.amounts))
         if what == "take":
             call = replace(call, min_count=chance.choice([0, 0, 2]))
-        if what != "zero" and chance.random() < 0.3:
+        if what == "double":
+            source = chance.choice([*seen])
+            call = replace(call, places=(place,) if source == place else (source, place))
+        elif what != "zero" and chance.random() < 0.3:
             call = replace(call, epoch=epoch)
         if chance.random() < 0.25:
             return replace(call, match=(epoch, version))
-        return replace(call, places=self._some(game, place))
+        return call if what == "double" else replace(call, places=self._some(game, place))
 
     def _some(self, game: Round, place: int) -> tuple[int, ...]:
         """Return this place alone, or all places."""
@@ -144,6 +148,9 @@ def _request(game: Round, call: Call) -> dict[str, Any]:
         body = safetensors.encode(dict.fromkeys(["gradient"] if len(names) == 1 else names, gradient))
         headers["Content-Type"] = SAFETENSORS
         return {**request, "url": f"{path}/accumulate", "content": b"".join(body)}
+    if call.what == "double":
+        uses, headers["Accept"] = {"from": f"input:{names[0]}", "set": f"output:{names[-1]}"}, "application/json"
+        return {**request, "url": "/v1/ops/Scale", "params": uses, "json": {"scale": 2}}
     if call.what == "take":
         query["min_count"] = call.min_count
     if len(names) > 1:
@@ -159,7 +166,13 @@ def _read(game: Round, call: Call, answer: httpx.Response) -> Answer:
         code: str = answer.json()["code"]
         return code
     names = [game.names[place] for place in call.places]
-    receipts, values = ({names[0]: answer.json()}, {}) if call.what == "look" else contents(answer, names)
+    if call.what == "double":
+        names = names[-1:]
+    receipts, values = dict[str, Any](), dict[str, Any]()
+    if call.what in ("look", "double"):
+        receipts[names[0]] = answer.json()["output"] if call.what == "double" else answer.json()
+    else:
+        receipts, values = contents(answer, names)
     found = []
     for name in names:
         one, total = receipts[name], None

@@ -1,7 +1,8 @@
 """A server that kills itself within a commit: python -m tests.faults.killing serve.
 
 GRADSERVE_TEST_KILL names a file. Once the file exists, it holds a point of `service.buffers.failpoints` and the
-number of hits from then until the kill. The process that dies renames the file, so that no other process dies.
+number of hits from then until the kill. The process that dies renames the file, so that no other process dies. With
+`:stop` behind the number it stops, until a test lets it go on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ times: Counter[str] = Counter()
 def kill(point: str) -> None:
     order = Path(os.environ[ORDER])
     try:
-        wanted, _, number = order.read_text().partition(":")
+        wanted, number, *how = [*order.read_text().split(":"), ""][:3]
     except FileNotFoundError:
         times.clear()
         return
@@ -33,7 +34,7 @@ def kill(point: str) -> None:
                 order.rename(order.with_suffix(".done"))
             except FileNotFoundError:
                 return
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP if how == ["stop"] else signal.SIGKILL)
 
 
 if ORDER in os.environ:  # in the worker processes, too, which import this module; not where pytest collects it

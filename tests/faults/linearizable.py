@@ -14,13 +14,14 @@ from typing import Literal, NamedTuple, TypeAlias, TypeVar
 KEEP = 2
 """Closed epochs that the buffers keep."""
 
-What: TypeAlias = Literal["add", "zero", "take", "read", "look"]
+What: TypeAlias = Literal["add", "zero", "take", "read", "look", "double"]
 
 
 @dataclass(frozen=True)
 class Call:
     """A request for the buffers at `places`. `look` is a read of the metadata, without the value.
 
+    `double` is a step: it writes twice the value of the first place over the last place, which alone has a receipt.
     `match` is the epoch and the version that If-Match names.
     """
 
@@ -103,7 +104,9 @@ def step(state: State, call: Call) -> tuple[State, Answer]:
     known = dict(state.known).get(call.key or "")
     if known is not None:
         return state, _again(buffers, call, known)
-    for buffer in buffers:
+    if call.what == "double":
+        call = replace(call, places=call.places[-1:], amount=2 * buffers[0].total)
+    for buffer in buffers[-len(call.places) :]:
         if (refusal := _refusal(buffer, call)) is not None:
             return state, refusal
     after, receipts = [*state.buffers], []
@@ -151,6 +154,9 @@ def _change(buffer: Buffer, call: Call) -> tuple[Buffer, Receipt]:
     if call.what == "zero":
         after = replace(after, epoch=buffer.epoch + 1, count=0, total=0)
         return after, after.receipt()
+    if call.what == "double":
+        after = replace(after, count=1, total=call.amount)
+        return after, after.receipt()
     after = replace(after, count=buffer.count + 1, total=buffer.total + call.amount)
     if after.count == buffer.quorum:
         return after.closed(), after.receipt(closed=True)
@@ -188,7 +194,11 @@ def order_of(history: Sequence[Event], state: S, model: Callable[[S, Call], tupl
 
 
 def check(history: Sequence[Event], quorums: Sequence[int | None]) -> None:
-    """Raise AssertionError unless the history of new buffers with these quorums is linearizable."""
+    """Raise AssertionError unless the history of new buffers with these quorums is linearizable.
+
+    A step may be refused whenever others change its source: then it has changed nothing.
+    """
+    history = [event for event in history if event.answer != "source_changed"]
     if order_of(history, State(tuple(map(Buffer, quorums))), step) is None:
         lines = [
             f"{one.sent:.4f} to {one.answered:.4f}: {one.call} -> {one.answer}"

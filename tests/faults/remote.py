@@ -16,6 +16,7 @@ import numpy as np
 from service.buffers.changes import Add, Change, Create, Delete, Take
 from service.buffers.perform import Outcome, Request
 from service.buffers.rules import CloseIfDue, SetRules
+from service.buffers.sets import Set
 from service.codecs import safetensors
 from service.dtypes import Array
 from service.errors import GradserveError, tree
@@ -27,6 +28,13 @@ TO_JSON = {"Accept": "application/json"}
 ERRORS = {each.code: each for each in tree()}
 PROBLEM = {"type", "title", "status", "detail", "code"}
 """The members of every problem."""
+
+
+@dataclass(kw_only=True)
+class Doubled(Set):
+    """A step: it writes twice the value of the buffer `source` over its buffer."""
+
+    source: str
 
 
 @dataclass
@@ -125,6 +133,11 @@ class Remote:
         elif isinstance(first, CloseIfDue):  # to look is enough
             answer = self._send("GET", path, headers=TO_JSON)
             receipts, values = {first.name: answer.json()}, {}
+        elif isinstance(first, Doubled):
+            uses = {"from": f"input:{first.source}", "set": f"output:{first.name}"}
+            sent: dict[str, Any] = {"params": uses, "headers": headers | TO_JSON, "json": {"scale": 2}}
+            answer = self._send("POST", "", "/v1/ops/Scale", **sent)
+            receipts, values = {first.name: answer.json()["output"]}, {}
         elif isinstance(first, Delete):
             answer, receipts, values = self._send("DELETE", path, headers=headers), {}, {}
         else:
@@ -137,7 +150,7 @@ class Remote:
         if isinstance(first, Add):
             gradients = {change.name: change.gradient for change in changes if isinstance(change, Add)}
             body = safetensors.encode({"gradient": first.gradient} if path else gradients)  # type: ignore[arg-type, dict-item]
-            sent = {"content": b"".join(body), "headers": {**headers, "Content-Type": SAFETENSORS}}
+            sent: dict[str, Any] = {"content": b"".join(body), "headers": {**headers, "Content-Type": SAFETENSORS}}
             return self._send("POST", f"{path}/accumulate", params=_query(first), **sent)
         named: dict[str, Any] = {} if path else {"json": {"names": [change.name for change in changes]}}
         if isinstance(first, Take):
@@ -145,9 +158,9 @@ class Remote:
             return self._send("POST", f"{path}/take", params=query, headers=headers, **named)
         return self._send("POST", f"{path}/zero", headers=headers, **named)
 
-    def _send(self, method: str, path: str, **rest: Any) -> httpx.Response:
+    def _send(self, method: str, path: str, root: str = BUFFERS, **rest: Any) -> httpx.Response:
         """Return an answer of the next server. Raise the error that it names."""
-        answer = self._clients[next(self.turns)].request(method, f"{BUFFERS}{path}", **rest)
+        answer = self._clients[next(self.turns)].request(method, f"{root}{path}", **rest)
         if answer.is_error:
             members = answer.json()
             context = {name: value for name, value in members.items() if name not in PROBLEM}

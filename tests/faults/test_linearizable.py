@@ -57,7 +57,19 @@ def kinds(event: Event) -> list[str]:
     return ["repeated" if event.answer.replayed else event.call.what]
 
 
-ALL = {"add", "zero", "take", "read", "look", "repeated", "lost", "precondition_failed", "stale_epoch", "epoch_open"}
+ALL = {
+    "add",
+    "double",
+    "zero",
+    "take",
+    "read",
+    "look",
+    "repeated",
+    "lost",
+    "precondition_failed",
+    "stale_epoch",
+    "epoch_open",
+}
 
 
 def test_histories_of_two_servers(database: Cluster, tmp_path: Path) -> None:
@@ -96,7 +108,7 @@ def added(amount: int, **rest: Any) -> Call:
     return Call("add", amount=amount, **rest)
 
 
-READ, TAKE, ZERO, LOOK = Call("read"), Call("take"), Call("zero"), Call("look")
+READ, TAKE, ZERO, LOOK, DOUBLE = (Call(what) for what in ("read", "take", "zero", "look", "double"))
 BOTH = (0, 1)
 KEYED, ONCE = added(1, key="k"), added(1, match=(0, 0))
 FIRST, SEEN = (added(1), 0, 1, told(0, 1, 1)), (READ, 3, 4, told(0, 1, 1, 1))
@@ -130,6 +142,18 @@ LINEARIZABLE: dict[str, list[Any]] = {
         (ONCE, 0, 9, "precondition_failed"),
         (added(2, match=(0, 0)), 0, 9, told(0, 1, 1)),
     ],
+    "a step, and another that was refused": [
+        FIRST,
+        (DOUBLE, 2, 9, told(0, 2, 1)),
+        (DOUBLE, 2, 9, "source_changed"),
+        (READ, 10, 11, told(0, 2, 1, 2)),
+    ],
+    "a step from one buffer to another, and its repetition": [
+        (added(3, places=(1,)), 0, 1, told(0, 1, 1)),
+        (Call("double", (1, 0), key="k"), 2, 3, told(0, 1, 1)),
+        (Call("double", (1, 0), key="k"), 4, 5, told(0, 1, 1, replayed=True)),
+        (READ, 6, 7, told(0, 1, 1, 6)),
+    ],
     "two buffers at one moment": [
         (Call("add", BOTH, 1), 0, 9, Success((Receipt(False, 0, 1, 1), Receipt(False, 0, 1, 1)))),
         (Call("read", BOTH), 1, 8, Success((Receipt(False, 0, 1, 1, 1), Receipt(False, 0, 1, 1, 1)))),
@@ -137,6 +161,23 @@ LINEARIZABLE: dict[str, list[Any]] = {
 }
 
 WRONG: dict[str, list[Any]] = {
+    "two steps from one state": [
+        FIRST,
+        (DOUBLE, 2, 9, told(0, 2, 1)),
+        (DOUBLE, 2, 9, told(0, 3, 1)),
+        (READ, 10, 11, told(0, 3, 1, 2)),
+    ],
+    "a step that overwrites an add": [
+        FIRST,
+        (added(8), 2, 9, told(0, 2, 2)),
+        (DOUBLE, 2, 9, told(0, 3, 1)),
+        (READ, 10, 11, told(0, 3, 1, 2)),
+    ],
+    "a step from a source of another moment": [
+        FIRST,
+        (Call("double", (0, 1)), 2, 3, told(0, 1, 1)),
+        (Call("read", (1,)), 4, 5, told(0, 1, 1, 0)),
+    ],
     "a lost update": [(added(1), 0, 9, told(0, 1, 1)), (added(2), 0, 9, told(0, 1, 1))],
     "an update lost from the sum alone": [FIRST, (added(2), 2, 3, told(0, 2, 2)), (READ, 4, 5, told(0, 2, 2, 2))],
     "a stale read": [FIRST, (READ, 2, 3, told(0, 0, 0, 0))],

@@ -14,12 +14,15 @@ from typing import Any, ClassVar, cast
 from unittest import TestCase
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from service.buffers.changes import Add, Change, Create, Delete, Take
+from service.buffers.record import Spec
+from service.buffers.rules import CloseIfDue
 from service.buffers.store import Store
 from service.dtypes import Array
 from service.errors import NothingToAverage
@@ -27,7 +30,7 @@ from tests.buffers import test_state_machine as machine
 from tests.buffers.postgres import Schema
 from tests.buffers.stores import KEY_SECONDS, MAX_BYTES, Clock, shrink_lmdb, wrong
 from tests.faults.cluster import replicas
-from tests.faults.remote import Remote
+from tests.faults.remote import Doubled, Remote
 from tests.faults.servers import LONG, Server
 from tests.kernels.equality import assert_same_bits
 from tests.serving import delete_buffers
@@ -100,6 +103,24 @@ class HttpMachine(machine.Machine):
     @rule(several=alike(), with_key=machine.keyed)
     def change_many(self, several: list[Change], with_key: bool) -> None:
         self.make(several, with_key)
+
+    def expect(self, changes: list[Change], text: str | None) -> None:
+        """Compute a step from what its source is now."""
+        super().expect([self.computed(change) if isinstance(change, Doubled) else change for change in changes], text)
+
+    def computed(self, step: Doubled) -> Doubled:
+        source = self.model.alive()[step.source]
+        with np.errstate(all="ignore"):
+            return replace(step, gradient=np.asarray(source.value * 2), spec=Spec(source.spec.shape, source.spec.dtype))
+
+    @rule(source=machine.names, name=machine.names, with_key=machine.keyed)
+    def double(self, source: str, name: str, with_key: bool) -> None:
+        step = Doubled(name=name, source=source, gradient=np.zeros(0))
+        self.ask([CloseIfDue(name=source)], None)
+        if source in self.model.alive():
+            self.make([step], with_key)
+        else:
+            assert self.ask([step], None) == "unknown_buffer"
 
     @rule(name=machine.names, epoch=st.integers(0, 4))
     def read_mean(self, name: str, epoch: int) -> None:

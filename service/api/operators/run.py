@@ -21,6 +21,7 @@ from service.api.http.offload import ALONE_BYTES, INLINE_BYTES, INLINE_HALF_BYTE
 from service.api.operators.job import Job, chosen
 from service.api.operators.shared_memory import write_outputs
 from service.api.operators.sources import NO_SOURCES, Sources, read, until_closed
+from service.buffers import failpoints
 from service.buffers.changes import Add, Change
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, check_same_buffer, counted_once
@@ -109,6 +110,7 @@ async def _attempt(
     if outcome is None:
         changes = _changes(call, job, computed)
         kept = b"" if computed.key is None else _kept(answered)
+        failpoints.hit("computed")
         states = [] if kept else [state for _, state in computed.sources.states]
         outcome = await call.submit(changes, computed.key, states, answer=kept, by_prefix=use.by_prefix)
         if outcome.answer:
