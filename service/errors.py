@@ -236,12 +236,20 @@ class InvalidGraph(Invalid, code="invalid_graph"):
     """Model cannot be run here."""
 
 
+class GraphTooSlow(Invalid, code="graph_too_slow"):
+    """Graph takes too long."""
+
+
 class KeyReused(Invalid, code="idempotency_key_reused"):
     """Key reused for another request."""
 
 
 class Busy(GradserveError, status=429, code="busy"):
     """Server is busy; try again soon."""
+
+
+class GraphsNotInstalled(GradserveError, status=501, code="graphs_not_installed"):
+    """Server cannot run graphs."""
 
 
 class NotReady(GradserveError, status=503, code="not_ready"):

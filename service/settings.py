@@ -105,6 +105,7 @@ class Settings(BaseSettings):
     max_name_length: int = Field(200, ge=1, le=200, description="Characters in a new buffer's name, at most.")
     max_buffers: PositiveInt = Field(100_000, description="Buffers in one namespace, at most.")
     max_graphs: PositiveInt = Field(1000, description="Graphs in one namespace, at most.")
+    max_graph_nodes: PositiveInt = Field(20_000, description="Nodes of a graph, at most.")
     max_bytes_in_flight: PositiveInt = Field(
         1 << 30, description="Bytes that requests hold in each process, at most. Beyond this, large requests get 429."
     )

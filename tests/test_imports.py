@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "api.telemetry": {"api.http", "kernels", "settings", "host", "errors"},
     "api.buffers": {"api.http", "buffers", "codecs", "kernels", *BOTTOM},
     "api.operators": {
-        *("api.http", "api.buffers", "api.telemetry", "buffers", "engine", "codecs", "kernels", "host"),
+        *("api.http", "api.buffers", "api.telemetry", "buffers", "engine", "graphs", "codecs", "kernels", "host"),
         *BOTTOM,
     },
     "api.dashboard": {

@@ -135,7 +135,9 @@ class Application(FastAPI):
                 self._hold(call, endpoint, answer)
             return answer
         except GradserveError as error:
-            if call.operator is not None:
+            if call.graph is not None:
+                error.context["graph"] = call.graph
+            elif call.operator is not None:
                 error.context["op"] = call.operator
             self.store_log.note(error)
             return answer_error(call.path, error)

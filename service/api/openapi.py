@@ -21,6 +21,7 @@ Requests with an `Idempotency-Key` may be sent again after any failure."""
 _TAGS = {
     "operators": "The gradient kernels, with an endpoint each. Tensors travel as JSON or as safetensors.",
     "open inference protocol": "The same operators as models of the Open Inference Protocol, version 2.",
+    "graphs": "Models that clients bring. A graph runs as an operator does, also from buffers and into buffers.",
     "buffers": "Named sums of gradients, which survive crashes. An add with an `Idempotency-Key` counts once.",
     "health": "Liveness, readiness, the limits of requests, and metrics.",
     "service": "The caller, the server with its settings, and how fast it is.",
@@ -86,6 +87,9 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
         if parameter["in"] == "path" and path.startswith("/v1/buffers"):
             parameter["schema"] |= {"pattern": f"^{NAME.pattern}$"}
             parameter["example"] = "layer.weight"
+        elif parameter["in"] == "path" and path.startswith("/v1/graphs"):
+            parameter["schema"] |= {"pattern": f"^{NAME.pattern}$"}
+            parameter["example"] = "mlp"
         elif parameter["in"] == "path" and path.startswith("/v2/systemsharedmemory"):
             parameter["example"] = "gradients"
         elif parameter["in"] == "path":

@@ -12,6 +12,7 @@ from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, alive, check_records, check_same_buffer, perform
 from service.buffers.pushes import Part, Push, StagedPart
 from service.buffers.record import Known, Record, name_buffer
+from service.buffers.sets import Set
 from service.buffers.staging import (
     AddStaged,
     Admitted,
@@ -62,8 +63,18 @@ def _make_with_graph(
         graph, is_new = change.again(txn, namespace, outcome.sources)
     else:
         graph, is_new = change.make(txn, namespace, now)
-        outcome = perform(txn, replace(request, sources=marks_of(graph, is_new)), namespace, now)
+        changes = request.changes if is_new else [_first(txn, one, namespace, now) for one in request.changes]
+        outcome = perform(txn, replace(request, changes=changes, sources=marks_of(graph, is_new)), namespace, now)
     return replace(outcome, graph=graph, is_new=is_new, sources=())
+
+
+def _first(txn: Transaction, change: Change, namespace: str, now: float) -> Change:
+    """Return the change for a graph that is there already: a buffer that exists keeps its value.
+
+    So a worker that puts the model when others train already sets nothing back.
+    """
+    exists = alive(txn, BufferName(namespace, change.name), now) is not None
+    return replace(change, do_update=False) if exists and isinstance(change, Set) else change
 
 
 def _forget(txn: Transaction, part: Part, now: float) -> Outcome:

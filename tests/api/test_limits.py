@@ -24,6 +24,7 @@ from service.limits import MAX_RANK
 from service.settings import Settings
 from tests.api.calls import add, as_file, create, fresh, metadata, ok, saved, serving_workers, value
 from tests.api.headers import KEY, REPLAYED, SAFE
+from tests.api.models import linear
 from tests.api.test_admission import relu, unfinished
 from tests.api.test_health import GATHER, Gate
 from tests.serving import assert_problem, serving
@@ -72,6 +73,15 @@ def dimensions(client: httpx.Client) -> httpx.Response:
 def buffers(client: httpx.Client) -> httpx.Response:
     assert [put(client, name).status_code for name in ("a", "b", "a")] == [201, 201, 200]
     return put(client, "c")
+
+
+def graph(client: httpx.Client, name: str = "g") -> httpx.Response:
+    return client.put(f"/v1/graphs/{name}", content=linear())
+
+
+def graphs(client: httpx.Client) -> httpx.Response:
+    assert graph(client).status_code == 201
+    return graph(client, "h")
 
 
 def store(client: httpx.Client) -> httpx.Response:
@@ -128,6 +138,8 @@ CASES = {
     "max_dimensions": Case(3, dimensions, 422, "too_many_dimensions"),
     "max_name_length": Case(5, lambda client: put(client, "a.name"), 422, "invalid_parameter"),
     "max_buffers": Case(2, buffers, 409, "too_many_buffers"),
+    "max_graphs": Case(1, graphs, 409, "too_many_graphs"),
+    "max_graph_nodes": Case(1, graph, 422, "invalid_graph"),
     "max_bytes_in_flight": Case(1 << 20, in_flight, 429, "busy"),
     "max_waiting": Case(1, waiting, 429, "busy", {"threads": 1}),
     "store_bytes": Case(1 << 17, store, 507, "store_full", {"store": "lmdb:"}),

@@ -229,6 +229,7 @@ def test_every_error_code_has_a_test() -> None:
         "../faults/test_damage.py": "buffer_corrupt",
         "../buffers/test_contract_sets.py": "source_changed",
         "../buffers/test_contract_graphs.py": "graph_exists too_many_graphs unknown_graph graph_corrupt",
+        "test_graph_endpoints.py": "graphs_not_installed graph_too_slow invalid_graph",
         "test_shared_memory.py": "unknown_region region_exists region_unusable too_many_regions",
     }
     elsewhere = {code: path for path, codes in tested.items() for code in codes.split()}

@@ -15,6 +15,7 @@ from service.buffers.changes import Add, Change, Create, Delete
 from service.buffers.graph_changes import DeleteGraph, PutGraph
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Key
+from service.buffers.sets import Set
 from service.buffers.store import Store
 from tests.buffers.calls import add, create, do, key, ones, spec, value
 from tests.buffers.stores import KEY_SECONDS, PATIENCE, Clock, open_lmdb, open_memory, open_postgres
@@ -154,6 +155,25 @@ def test_a_graph_and_its_buffers_come_together_or_not_at_all(store: Store) -> No
     assert (names(store), store.names("")) == (["mlp"], ["m.p.w"])
     delete(store, "mlp", Delete(name="m.p.w"))
     assert (names(store), store.names("")) == ([], [])
+
+
+@pytest.mark.parametrize("size", [2, 1 << 18])
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_second_put_sets_no_weights_back(store: Store, size: int, keyed: bool) -> None:
+    """A worker comes late, when the weights have been trained. Buffers that it lacks are made all the same."""
+
+    def weights(*names: str) -> list[Change]:
+        return [Set(name=name, gradient=ones(size), spec=spec((size,))) for name in names]
+
+    assert put(store, "mlp", SMALL, *weights("w")).receipts["w"]["created"]
+    add(store, "w", ones(size))
+    late = [put(store, "mlp", SMALL, *weights("w", "b"), key=key() if keyed else None) for _ in range(2)]
+    assert [(one.receipts["w"]["updated"], one.receipts["w"]["version"]) for one in late] == [(False, 2)] * 2
+    assert [one.receipts["b"].get("created", False) for one in late] == [True, keyed]
+    assert (value(store, "w")[0], value(store, "b")[0]) == (2, 1)
+    delete(store)
+    assert put(store, "mlp", SMALL, *weights("w")).receipts["w"]["updated"]
+    assert value(store, "w")[0] == 1
 
 
 def test_a_request_with_a_key_is_made_once(store: Store, clock: Clock) -> None:

@@ -39,15 +39,13 @@ READING = [
 CREATING = [*ONE, *READING]
 """The headers of a request that creates a buffer."""
 
-_ETAG = answer_header("ETag", "The tag of the buffer's state, in the form of this answer.")
+ETAG = answer_header("ETag", "The tag of the buffer's state, in the form of this answer.")
 
-_REPLAYED = answer_header(
-    "Idempotency-Replayed", "`true` if this key was seen before; the receipt is the original one."
-)
+REPLAYED = answer_header("Idempotency-Replayed", "`true` if this key was seen before; the receipt is the original one.")
 
 _LOCATION = answer_header("Location", "The path of the buffer, relative to that of the request.")
 
-_UNCHANGED: Answers = {304: {"description": "The buffer still has a tag that If-None-Match names"}}
+UNCHANGED: Answers = {304: {"description": "The buffer still has a tag that If-None-Match names"}}
 """The answer of a conditional read."""
 
 
@@ -63,23 +61,23 @@ def _answer(model: type[BaseModel], headers: dict[str, Any]) -> Answers:
 
 
 CREATED_ONE: Answers = {
-    200: {"description": "The buffer already existed", "model": Metadata, "headers": _ETAG | _REPLAYED},
-    201: {"description": "The new buffer", "model": Metadata, "headers": _ETAG | _REPLAYED | _LOCATION},
+    200: {"description": "The buffer already existed", "model": Metadata, "headers": ETAG | REPLAYED},
+    201: {"description": "The new buffer", "model": Metadata, "headers": ETAG | REPLAYED | _LOCATION},
 }
 
-CREATED_MANY = _answer(CreatedBuffers, _REPLAYED)
+CREATED_MANY = _answer(CreatedBuffers, REPLAYED)
 
-METADATA: Answers = {200: {"headers": _ETAG}, **_UNCHANGED}
+METADATA: Answers = {200: {"headers": ETAG}, **UNCHANGED}
 
-DELETED: Answers = {204: {"headers": _REPLAYED}}
+DELETED: Answers = {204: {"headers": REPLAYED}}
 
 CHANGED_RULES: Answers = {
-    200: {"description": "The buffer with its new rules", "model": Metadata, "headers": _ETAG | _REPLAYED}
+    200: {"description": "The buffer with its new rules", "model": Metadata, "headers": ETAG | REPLAYED}
 }
 
-CHANGED_ONE = _answer(Receipt, _ETAG | _REPLAYED)
+CHANGED_ONE = _answer(Receipt, ETAG | REPLAYED)
 
-CHANGED_MANY = _answer(Receipts, _REPLAYED)
+CHANGED_MANY = _answer(Receipts, REPLAYED)
 
 STAGED: Answers = {
     **CHANGED_MANY,
@@ -87,10 +85,10 @@ STAGED: Answers = {
         "description": "The part is staged; the push is not complete",
         "model": StagedParts,
         "content": {"application/json": {}, **SAFETENSORS_CONTENT},  # generated clients take the first
-        "headers": _REPLAYED,
+        "headers": REPLAYED,
     },
 }
 
-READ_ONE: Answers = {**_answer(Receipt, _ETAG), **_UNCHANGED}
+READ_ONE: Answers = {**_answer(Receipt, ETAG), **UNCHANGED}
 
 READ_MANY = _answer(Receipts, {})

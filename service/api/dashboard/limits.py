@@ -24,6 +24,8 @@ SETTINGS = (
     "max_dimensions",
     "max_name_length",
     "max_buffers",
+    "max_graphs",
+    "max_graph_nodes",
     "max_bytes_in_flight",
     "max_waiting",
     "store_bytes",

@@ -6,10 +6,11 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Annotated, Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import Depends
 from starlette.types import Receive, Scope, Send
@@ -19,6 +20,7 @@ from service.api.http.exchange import EXCHANGE, Exchange
 from service.api.http.offload import INLINE_LOOKUPS, in_pool, while_connected
 from service.api.http.waiting import ANY, Waiting
 from service.buffers.changes import Change
+from service.buffers.graph_changes import DeleteGraph, PutGraph
 from service.buffers.perform import Outcome, Wide
 from service.buffers.perform import Request as StoreRequest
 from service.buffers.pushes import Part
@@ -55,6 +57,9 @@ class Caller(NamedTuple):
             raise Forbidden(problem, scope=scope)
 
 
+GRAPHS = "graphs"
+"""The name that all graphs share where operators are counted: there may be many graphs."""
+
 ANYONE = Caller("", frozenset(SCOPES))
 """Every caller of a server without API keys."""
 
@@ -69,6 +74,8 @@ class Services:
     settings: Settings
     admission: Admission
     cache: Cache
+    planning: WeakValueDictionary[Hashable, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    """The locks of graphs that are being planned."""
     engine: Engine | None = None
     store: Store | None = None
     waiting: Waiting | None = None
@@ -86,7 +93,9 @@ class Call:
     parameters: Mapping[str, str] = {}
     """The values of the parameters in the path."""
     operator: str | None = None
-    """The operator that the request runs, set before its query and its body are read."""
+    """The operator that the request runs, set before its query and its body are read; of a graph, GRAPHS."""
+    graph: str | None = None
+    """The name of the graph that the request runs."""
     request_id: str | None = None
     trace: tuple[str, str] | None = None
     """The ids of the trace and the span, if the request has a span."""
@@ -104,7 +113,7 @@ class Call:
         """The request in ASGI's terms, with `scheme`, `http_version` and `server`."""
         self.receive, self.send = receive, send
         self._services, self.settings, self.regions = services, services.settings, services.regions
-        self.cache = services.cache
+        self.cache, self.planning = services.cache, services.planning
         self.started = time.perf_counter_ns()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -219,6 +228,7 @@ class Call:
         *,
         answer: bytes = b"",
         by_prefix: bool = False,
+        graph: PutGraph | DeleteGraph | None = None,
     ) -> Outcome:
         """Make the changes, which were computed from `sources`, in the store. Raises what `Store.submit` does.
 
@@ -226,7 +236,7 @@ class Call:
         """
         began = time.perf_counter_ns()
         try:
-            request = StoreRequest(changes, key, sources, wide, part, answer, by_prefix)
+            request = StoreRequest(changes, key, sources, wide, part, answer, by_prefix, graph)
             if len(changes) <= INLINE_LOOKUPS:
                 return await asyncio.wrap_future(self.store.submit(request))
             return await while_connected(self.receive, asyncio.wrap_future(self.store.submit(request)))

@@ -7,7 +7,8 @@ from importlib import metadata
 from fastapi import APIRouter
 
 from service.api.http.answer import JsonAnswer
-from service.api.http.call import CurrentCall
+from service.api.http.body import read_body
+from service.api.http.call import GRAPHS, CurrentCall
 from service.api.http.routing import access
 from service.api.operators.open_inference import VERSION, find_model
 from service.api.operators.protocol_models import (
@@ -42,29 +43,32 @@ def routes(statistics: OperatorStatistics) -> APIRouter:
     @router.post("/repository/index", summary="List the models")
     @access("ops")
     async def repository_index(call: CurrentCall) -> JsonAnswer[list[IndexEntry]]:
-        """Every operator is a model. All are ready at all times."""
-        return JsonAnswer([{"name": name, "version": VERSION, "state": "READY", "reason": ""} for name in OPERATORS])
+        """Every operator is a model, and so is every graph of the caller's namespace. All are ready at all times."""
+        await read_body(call)
+        graphs = [stored.name for stored in await call.offload(False, call.store.graphs)]
+        names = dict.fromkeys([*OPERATORS, *graphs])
+        return JsonAnswer([{"name": name, "version": VERSION, "state": "READY", "reason": ""} for name in names])
 
     @router.get("/models/{op}", summary="A model's inputs and outputs")
     @router.get("/models/{op}/versions/{version}", include_in_schema=False)
     @access("ops")
     async def model_metadata(call: CurrentCall, op: str) -> JsonAnswer[ModelMetadata]:
         """A dimension of any length is -1. 404 if there is no such model."""
-        return JsonAnswer(_described(find_model(call, op)))
+        return JsonAnswer(_described(await find_model(call, op)))
 
     @router.get("/models/{op}/config", summary="A model's configuration")
     @router.get("/models/{op}/versions/{version}/config", include_in_schema=False)
     @access("ops")
     async def model_configuration(call: CurrentCall, op: str) -> JsonAnswer[ModelConfiguration]:
         """As Triton describes a model. 404 if there is no such model."""
-        return JsonAnswer(_configuration(find_model(call, op)))
+        return JsonAnswer(_configuration(await find_model(call, op)))
 
     @router.get("/models/{op}/ready", summary="Whether the model is ready")
     @router.get("/models/{op}/versions/{version}/ready", include_in_schema=False)
     @access("ops")
     async def model_ready(call: CurrentCall, op: str) -> JsonAnswer[ModelReady]:
         """503 while the server starts or stops. 404 if there is no such model."""
-        operator = find_model(call, op)
+        operator = await find_model(call, op)
         assert call.engine is not None  # raises NotReady before the startup has finished
         return JsonAnswer({"name": operator.name, "ready": True})
 
@@ -79,9 +83,12 @@ def routes(statistics: OperatorStatistics) -> APIRouter:
     @router.get("/models/{op}/versions/{version}/stats", include_in_schema=False)
     @access("ops")
     async def model_statistics(call: CurrentCall, op: str) -> JsonAnswer[ModelStatistics]:
-        """Counts and nanoseconds of the requests of the caller's namespace. 404 if there is no such model."""
-        name = find_model(call, op).name
-        return JsonAnswer({"model_stats": [statistics.of(call.caller.namespace, name).as_json(name, VERSION)]})
+        """Counts and nanoseconds of the requests of the caller's namespace; of a graph, those of all its graphs. 404 if
+        there is no such model.
+        """
+        name = (await find_model(call, op)).name
+        record = statistics.of(call.caller.namespace, name if name in OPERATORS else GRAPHS)
+        return JsonAnswer({"model_stats": [record.as_json(name, VERSION)]})
 
     return router
 

@@ -151,14 +151,14 @@ def buffers_of(
     for name in () if into else ("weight", "epoch", "contributor"):
         if getattr(query, name) is not None:
             raise InvalidParameter(f"{name} is only for outputs that into= adds to a buffer", parameter=name)
-    inputs = _uses([("from", text) for text in sources], operator.inputs) if sources else ()
+    inputs = uses_of([("from", text) for text in sources], operator.inputs) if sources else ()
     for name, given in (("reduce", query.reduce), ("timeout", timeout)):
         if given is not None and all(one.epoch is None for one in inputs):
             problem = f"{name} is only for inputs that from= takes from a closed epoch, as X:acts@3"
             raise InvalidParameter(problem, parameter=name)
     if not (sources or into or sets):
         return NO_BUFFERS
-    targets = _uses([*(("into", text) for text in into), *(("set", text) for text in sets)], operator.outputs)
+    targets = uses_of([*(("into", text) for text in into), *(("set", text) for text in sets)], operator.outputs)
     for target in targets:
         _check_fits(operator, target.tensor)
     _check_apart("set" if sets else "into", targets)
@@ -222,7 +222,7 @@ def chosen(names: Iterable[str], wanted: Collection[str]) -> list[str]:
     return [name for name in given if name in wanted or name.partition(".")[0] in groups]
 
 
-def _uses(texts: Sequence[tuple[str, str]], tensors: Sequence[Tensor]) -> list[Use]:
+def uses_of(texts: Sequence[tuple[str, str]], tensors: Sequence[Tensor]) -> list[Use]:
     """Return the uses in texts like `dW:gru.W`, `weights:m.p.*` or `X:acts@3`, each with the name of its parameter.
 
     Each tensor occurs once.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -13,20 +13,39 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from service.api.buffers.receipts import receipts_text
 from service.api.http.answer import JSON, Answer
 from service.api.http.body import is_quick, read_body
-from service.api.http.call import Call, CurrentCall
+from service.api.http.call import GRAPHS, Call, CurrentCall
 from service.api.http.negotiation import invalid_parameter, parameters_of
 from service.api.http.routing import access
 from service.api.operators import openapi
-from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of, chosen, find, is_known, is_output, listed
+from service.api.operators.job import (
+    NO_BUFFERS,
+    BufferUse,
+    Job,
+    buffers_of,
+    chosen,
+    is_known,
+    is_output,
+    listed,
+    unknown_operator,
+)
 from service.api.operators.models import attribute_fields
+from service.api.operators.planned import planned
 from service.api.operators.protocol_models import BufferParameters
 from service.api.operators.run import Result, is_small, run
 from service.api.operators.shared_memory import SCOPE, read_inputs
 from service.codecs import open_inference as codec
 from service.codecs.parts import SharedInput
 from service.dtypes import DTYPES
-from service.errors import Invalid, InvalidParameter, MalformedBody, UnknownOperator, UnknownParameter, shown
-from service.kernels import Operator
+from service.errors import (
+    Invalid,
+    InvalidParameter,
+    MalformedBody,
+    UnknownGraph,
+    UnknownOperator,
+    UnknownParameter,
+    shown,
+)
+from service.kernels import OPERATORS, Operator
 from service.limits import Limits
 
 router = APIRouter(prefix="/v2", tags=["open inference protocol"])
@@ -58,9 +77,17 @@ Decoded: TypeAlias = tuple[Job, Reply, Mapping[str, SharedInput]]
 """A job, the form of its answer, and the inputs that are in shared memory."""
 
 
-def find_model(call: Call, name: str) -> Operator:
-    """Return the operator of this model, in the version of the path. Raises `UnknownOperator`."""
-    operator, version = find(name), call.parameters.get("version", VERSION)
+async def find_model(call: Call, name: str) -> Operator:
+    """Return the operator, or else the graph, of this model, in the version of the path. The body must have been read.
+
+    Raises `UnknownOperator`, and what `planned` raises.
+    """
+    operator, version = OPERATORS.get(name), call.parameters.get("version", VERSION)
+    if operator is None:
+        try:
+            operator = (await planned(call, name)).operator
+        except (UnknownGraph, InvalidParameter):
+            raise unknown_operator(name) from None
     if version != VERSION:
         raise UnknownOperator(f"{name} has version {VERSION} only, not {shown(version)}", op=name)
     return operator
@@ -71,16 +98,19 @@ def find_model(call: Call, name: str) -> Operator:
 @access("ops", label="infer")
 async def infer(call: CurrentCall, op: str) -> Answer:
     """Inference-Header-Content-Length: the bytes of JSON in the body, which tensors follow as bytes."""
-    operator = find_model(call, op)
+    if op in OPERATORS:
+        call.operator = op
     if call.query_string:  # an attribute in an ignored query would keep its default
         raise UnknownParameter(
             f"{call.path} takes no query; attributes are members of the request's parameters, like"
             ' {"parameters": {"axis": 0}, "inputs": [...]}',
-            op=operator.name,
+            op=op,
         )
     length = _header_length(call)
-    call.operator = operator.name
     body = await read_body(call, length or 0)
+    operator = await find_model(call, op)
+    if op not in OPERATORS:
+        call.operator, call.graph = GRAPHS, op
     text, given = body[:length], (call, operator, length, body)
     job, reply, shared = _decode(*given) if is_quick(text) else await call.decode_in_pool(text, _decode, *given)
     if shared or job.parts:
@@ -164,10 +194,16 @@ def _encode(call: Call, operator: Operator, result: Result, reply: Reply) -> Ans
 _BUFFER_PARAMETERS = frozenset(parameters_of(BufferParameters))
 
 
-@cache
+_MODELS: WeakKeyDictionary[Operator, type[BaseModel]] = WeakKeyDictionary()
+"""The models of attributes of operators that were used. A graph's operator goes with the graph."""
+
+
 def _attribute_model(operator: Operator) -> type[BaseModel]:
-    config = ConfigDict(extra="forbid", strict=True)
-    return create_model(f"{operator.name}Attributes", __config__=config, **attribute_fields(operator))
+    if (model := _MODELS.get(operator)) is None:
+        config = ConfigDict(extra="forbid", strict=True)
+        fields = attribute_fields(operator)
+        model = _MODELS[operator] = create_model(f"{operator.name}Attributes", __config__=config, **fields)
+    return model
 
 
 def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> tuple[dict[str, Any], BufferUse]:

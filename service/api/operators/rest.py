@@ -111,13 +111,17 @@ def wanted_outputs(operator: Operator, outputs: str | None) -> list[str] | None:
     return names
 
 
-_NOT_ATTRIBUTES = {*EndpointQuery.model_fields, "outputs"}
-
-
 async def run_operator(call: Call, operator: Operator, query: EndpointQuery) -> Answer:
     """Answer a request that runs the operator."""
-    sent, answers = media_types(call)
-    body = await read_body(call)
+    types = media_types(call)
+    return await answer_body(call, operator, query, types, await read_body(call))
+
+
+async def answer_body(
+    call: Call, operator: Operator, query: EndpointQuery, types: tuple[str, str], body: memoryview
+) -> Answer:
+    """Answer a request whose body has been read. `types` are the media types of the body and of the answer."""
+    sent, answers = types
     decode, text = (decode_json, body) if sent == JSON else (decode_safetensors, header_of(body))
     given, inline = (call, operator, query, body), is_quick(text, sent != JSON, operator.has_groups)
     job, form = decode(*given) if inline else await call.decode_in_pool(text, decode, *given)
@@ -180,7 +184,7 @@ def _buffers(operator: Operator, query: EndpointQuery) -> BufferUse:
 def _job(
     operator: Operator, query: EndpointQuery, body: memoryview, tensors: Mapping[str, Any], buffers: BufferUse
 ) -> Job:
-    attributes = query.model_dump(exclude=_NOT_ATTRIBUTES)
+    attributes = {one.name: getattr(query, one.name) for one in operator.attributes}
     wanted = wanted_outputs(operator, getattr(query, "outputs", None))
     return Job(operator, body, tensors, attributes, wanted, buffers)
 

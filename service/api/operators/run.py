@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +32,7 @@ from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import FLOATS, NAMES, Array
 from service.engine.engine import Reserve
-from service.errors import Busy, DtypeMismatch, EpochGone, GradserveError, InvalidParameter, SourceChanged
+from service.errors import Busy, DtypeMismatch, EpochGone, GradserveError, GraphTooSlow, InvalidParameter, SourceChanged
 
 MAX_ATTEMPTS = 5
 """Times that a step is computed whose sources change meanwhile: steps of others that share them go first."""
@@ -273,11 +274,21 @@ def _outputs(call: Call, job: Job, tensors: Mapping[str, Array], inline: bool) -
 
 
 def _beyond_body(call: Call, job: Job) -> Reserve:
-    """Return a function that reserves memory for the request beyond the size of its inputs. It raises `Busy`."""
-    left = _size(job)
+    """Return a function that reserves memory for the request beyond the size of its inputs. It raises `Busy`.
+
+    It raises `GraphTooSlow` once a graph has run for as long as its client waits.
+    """
+    left, patience = _size(job), math.inf if call.graph is None else call.patience_seconds
+    end = time.monotonic() + patience
 
     def reserve(size: int) -> None:
         nonlocal left
+        if time.monotonic() > end:
+            raise GraphTooSlow(
+                f"The graph has run for {patience:g} seconds (Request-Timeout, or GRADSERVE_REQUEST_TIMEOUT) without an"
+                " end, so it was given up",
+                limit=patience,
+            )
         call.reserve(size - left)
         left = max(0, left - size)
 

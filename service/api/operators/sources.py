@@ -11,6 +11,7 @@ from service.api.buffers.request import RECEIPT_BYTES, RECORD_FACTOR, closed_due
 from service.api.http.body import INLINE_MEMBERS
 from service.api.http.call import Call
 from service.api.operators.job import Job, Use
+from service.api.operators.values import read_cached
 from service.buffers.names import BufferName, check_name
 from service.buffers.record import Key, Snapshot, unknown_prefix
 from service.dtypes import Array
@@ -63,11 +64,11 @@ def read(call: Call, job: Job) -> Sources:
         if use.tensor in job.tensors:
             problem = f"{use.tensor} is in the body, but from= takes it from the buffer {use.buffer!r}, too"
             raise InvalidParameter(problem, parameter="from")
-    _reserve(call, [use.buffer for use in uses], 2 if job.buffers.mean else 1)
     snapshots = dict[Use, Snapshot]()
     for epoch in {use.epoch: None for use in uses}:
         chosen = [use for use in uses if use.epoch == epoch]
-        snapshots.update(zip(chosen, call.store.read([use.buffer for use in chosen], epoch), strict=True))
+        found = _snapshots(call, [use.buffer for use in chosen], epoch, 2 if job.buffers.mean else 1)
+        snapshots.update(zip(chosen, found, strict=True))
     states = {use: snapshots[use].state for use in uses}
     return Sources(
         {use.tensor: _value(snapshots.pop(use), job.buffers.mean) for use in uses},
@@ -76,13 +77,16 @@ def read(call: Call, job: Job) -> Sources:
     )
 
 
-def _reserve(call: Call, names: Sequence[str], copies: int) -> None:
-    """Reserve memory for the values of these buffers. The records of many take some, too."""
+def _snapshots(call: Call, names: Sequence[str], epoch: int | None, copies: int) -> list[Snapshot]:
+    """Read the buffers, in memory that is reserved for `copies` of them. The records of many take some, too."""
     if len(names) > INLINE_MEMBERS:
         call.reserve(RECEIPT_BYTES * len(names) + RECORD_FACTOR * call.store.record_bytes(names))
+    if epoch is None and call.graph is not None:
+        return read_cached(call, names)
     full = [BufferName(call.store.namespace, name) for name in names]
     found = call.store.look({*full})
     call.reserve(copies * sum([found[name].spec.nbytes for name in full if name in found]))
+    return call.store.read(names, epoch)
 
 
 def _value(snapshot: Snapshot, mean: bool) -> Array:

@@ -25,7 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from service.api.http.call import Call
+from service.api.http.call import GRAPHS, Call
 from service.api.telemetry.processes import describe
 from service.api.telemetry.tables import new_table, read_tables
 from service.errors import Busy, NotReady, tree
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 METRICS_DIRECTORY = "GRADSERVE_METRICS_DIRECTORY"
 """The environment variable with the directory that worker processes share."""
 
-ROUTES = ("ops", "infer", "accumulate", "take", "value", "zero", "buffers", "health", "metrics", "other")
+ROUTES = ("ops", "infer", "accumulate", "take", "value", "zero", "buffers", "graphs", "health", "metrics", "other")
 """The values of the label `route`. Operators have metrics of their own; buffers are too many to count by."""
 
-_FAILURES = (400, 401, 403, 404, 405, 406, 408, 409, 410, 412, 413, 415, 422, 429, 499, 500, 503, 507)
+_FAILURES = (400, 401, 403, 404, 405, 406, 408, 409, 410, 412, 413, 415, 422, 429, 499, 500, 501, 503, 507)
 STATUSES = (200, 201, 204, 304, *_FAILURES)
 _ALL_STATUSES = (*STATUSES, "other")
 
@@ -96,10 +96,10 @@ OPERATOR_REQUESTS = Family(
     "counter",
     "gradserve_operator_requests",
     "Requests to operators that were admitted.",
-    {"op": tuple(OPERATORS), "status": _ALL_STATUSES},
+    {"op": (*OPERATORS, GRAPHS), "status": _ALL_STATUSES},
 )
 KERNEL_SECONDS = Family(
-    "histogram", "gradserve_kernel_seconds", "Seconds of kernels.", {"op": tuple(OPERATORS)}, SECONDS
+    "histogram", "gradserve_kernel_seconds", "Seconds of kernels.", {"op": (*OPERATORS, GRAPHS)}, SECONDS
 )
 RECEIVED_BYTES = Family("counter", "gradserve_received_bytes", "Bytes of request bodies received.")
 SENT_BYTES = Family("counter", "gradserve_sent_bytes", "Bytes of answer bodies sent.")

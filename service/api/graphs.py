@@ -1,0 +1,283 @@
+"""`/v1/graphs`: ONNX models that clients bring. A graph runs as an operator does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field, RootModel
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from service.api.buffers.models import MAX_LISTED_BUFFERS, Receipt
+from service.api.buffers.openapi import DELETED, ETAG, MANY, ONE, READING, REPLAYED, UNCHANGED
+from service.api.buffers.preconditions import key_of, known_tag, refuse_headers
+from service.api.buffers.receipts import replayed
+from service.api.buffers.request import RECEIPT_BYTES, check_no_body, receive
+from service.api.buffers.routes import refusal_of
+from service.api.http.answer import Answer, JsonAnswer
+from service.api.http.body import read_body
+from service.api.http.call import GRAPHS, Call, CurrentCall
+from service.api.http.negotiation import check_no_query, media_types
+from service.api.http.offload import INLINE_BYTES
+from service.api.http.routing import BYTES_CONTENT, SAFETENSORS_BODY, SAFETENSORS_CONTENT, access, answer_header, body
+from service.api.operators.job import uses_of
+from service.api.operators.planned import Planned, keep, plan, planned
+from service.api.operators.rest import EndpointQuery, answer_body
+from service.buffers.changes import Change
+from service.buffers.graph_changes import DeleteGraph, PutGraph
+from service.buffers.graphs import StoredGraph
+from service.buffers.names import check_length, check_name
+from service.buffers.sets import Set
+from service.buffers.specs import Spec
+from service.dtypes import Array
+from service.errors import UnsupportedMediaType, shown
+
+if TYPE_CHECKING:
+    from service.graphs.graph import Graph
+
+READ, WRITE = "ops", "graphs:write"
+
+MEDIA_TYPES = ("application/octet-stream", "application/onnx", "application/x-onnx")
+"""The media types of a model."""
+
+router = APIRouter(prefix="/v1/graphs", tags=["graphs"])
+
+
+class PutQuery(BaseModel):
+    """What becomes of a model."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    loss: str | None = Field(
+        None,
+        description="Differentiate the model: its loss, such as SoftmaxCrossEntropyLoss, or the output that is one.",
+    )
+    train: str | None = Field(
+        None, description="With `loss`: which parameters are trained, as patterns with commas between; by default `*`."
+    )
+    sets: list[str] = Field(
+        default_factory=list,
+        alias="set",
+        description="`parameters:m.p.*`: write the model's weights into new buffers. May repeat.",
+    )
+
+
+class ListQuery(BaseModel):
+    """Which graphs are listed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prefix: str = Field("", description="Only graphs whose names begin with this.")
+    limit: int = Field(100, ge=1, le=MAX_LISTED_BUFFERS, description="Graphs on a page, at most.")
+    cursor: str = Field("", description="`next_cursor` of the previous page.")
+
+
+class GraphQuery(EndpointQuery):
+    """How a graph runs."""
+
+    outputs: str | None = Field(
+        None, description="The outputs to return, separated by commas; by default all. Others are not computed."
+    )
+    seed: int | None = Field(
+        None, ge=0, description="The seed of random nodes; by default that of the Idempotency-Key, or a new one."
+    )
+
+
+class GraphHead(TypedDict):
+    """A graph in the list."""
+
+    name: str
+    bytes: Annotated[int, Field(description="Bytes of the model.")]
+    digest: Annotated[str, Field(description="BLAKE2b of the model, in hexadecimal digits.")]
+    options: Annotated[dict[str, str], Field(description="`loss` and `train` as they were given.")]
+    created_at: Annotated[float, Field(description="Seconds since 1970.")]
+
+
+class GraphList(TypedDict):
+    """A page of graphs, in the order of their names."""
+
+    graphs: list[GraphHead]
+    next_cursor: Annotated[
+        str | None, Field(description="`cursor` of the request for the next page; null on the last.")
+    ]
+
+
+class GraphTensor(TypedDict):
+    """An input or output of a graph."""
+
+    dtype: str
+    shape: Annotated[list[int | None] | None, Field(description="Null for a length, or all of it, that is open.")]
+
+
+class GraphInfo(GraphHead):
+    """A graph: what it takes and gives, and its nodes."""
+
+    kind: Annotated[str, Field(description="`training` if it gives gradients, else `inference`.")]
+    inputs: dict[str, GraphTensor]
+    parameters: Annotated[dict[str, GraphTensor], Field(description="The group of parameters, by their names.")]
+    statistics: Annotated[dict[str, GraphTensor], Field(description="The group of running means and variances.")]
+    outputs: dict[str, GraphTensor]
+    gradients: Annotated[dict[str, GraphTensor], Field(description="The group of gradients, named as the parameters.")]
+    nodes: Annotated[dict[str, int], Field(description="The number of nodes of each operator.")]
+
+
+class UploadedGraph(GraphInfo):
+    """A graph, and the receipts of the buffers that its weights were written into."""
+
+    buffers: dict[str, Receipt]
+
+
+class GraphTensors(RootModel[dict[str, Any]]):
+    """Tensors by name; a group is an object of tensors."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"x": [[1.0, 2.0, 3.0, 4.0]]}})
+
+
+class GraphOutputs(RootModel[dict[str, Any]]):
+    """Tensors or receipts by name; a group is an object of them."""
+
+
+_HEADERS = answer_header("Location", "The path of the graph, relative to that of the request.") | REPLAYED
+
+
+@router.put(
+    "/{name}",
+    summary="Upload a graph",
+    dependencies=MANY,
+    responses={
+        200: {"description": "The graph already existed", "model": UploadedGraph, "headers": _HEADERS},
+        201: {"description": "The new graph", "model": UploadedGraph, "headers": _HEADERS},
+    },
+    openapi_extra={"requestBody": {"required": True, "content": dict.fromkeys(MEDIA_TYPES, *BYTES_CONTENT.values())}},
+)
+@access(WRITE, label="graphs")
+async def put_graph(call: CurrentCall, name: str, query: Annotated[PutQuery, Query()]) -> Answer:
+    """The body is an ONNX model. The same model with the same options again is no error: the status is 200, not 201,
+    and buffers of `set` that exist keep their values. Raises `invalid_graph`, `graph_exists`, `too_many_graphs` and
+    `graphs_not_installed`.
+    """
+    check_length(check_name(name), call.settings.max_name_length)
+    refuse_headers(call, "If-Match", "If-None-Match")
+    if query.sets:
+        call.caller.require("buffers:write")
+    _check_type(call)
+    content = await read_body(call)
+    options = {each: value for each in ("loss", "train") if (value := getattr(query, each)) is not None}
+    graph = await call.offload(False, plan, call, content, options)
+    changes = _weights(call, graph, query.sets) if query.sets else []
+    put, key = await call.offload(False, lambda: (PutGraph.of(name, content, options), key_of(call, content)))
+    outcome = await call.submit(changes, key, graph=put)
+    assert outcome.graph is not None
+    described = _described(keep(call, outcome.graph, graph))
+    answer = {**described, "buffers": outcome.receipts}
+    return JsonAnswer(answer, 201 if outcome.is_new else 200, {"Location": f"./{name}", **replayed(outcome)})
+
+
+def _check_type(call: Call) -> None:
+    header = call.headers.get(b"content-type", MEDIA_TYPES[0].encode()).decode("latin-1")
+    if header.partition(";")[0].strip().lower() not in MEDIA_TYPES:
+        accepted = ", ".join(MEDIA_TYPES)
+        problem = f"Content-Type is {shown(header)}, but a model has one of {accepted}"
+        raise UnsupportedMediaType(problem, {"Accept": accepted})
+
+
+def _weights(call: Call, graph: Graph, texts: Sequence[str]) -> list[Change]:
+    """Return the changes that write weights into buffers, from texts like `parameters:m.p.*`."""
+    initial = graph.initial
+    groups = {name.partition(".")[0] for name in initial}
+    inputs = [one for one in graph.operator("").inputs if one.name in groups]
+    changes = list[Change]()
+    for use in uses_of([("set", text) for text in texts], inputs):
+        group = f"{use.tensor}." if use.is_prefix else use.tensor
+        for name in [name for name in initial if name == use.tensor or (use.is_prefix and name.startswith(group))]:
+            changes.append(_write(call, use.buffer + name.removeprefix(group), name, initial[name]))
+    call.reserve(RECEIPT_BYTES * len(changes))
+    return changes
+
+
+def _write(call: Call, buffer: str, name: str, value: Array) -> Set:
+    """Return the change that writes the value of the tensor `name` into the buffer."""
+    spec = Spec(value.shape, value.dtype)
+    return Set(name=check_name(buffer), gradient=value, tensor=name, spec=spec, refusal=refusal_of(call, buffer, spec))
+
+
+@router.get("", summary="List the graphs")
+@access(READ, label="graphs")
+async def list_graphs(call: CurrentCall, query: Annotated[ListQuery, Query()]) -> JsonAnswer[GraphList]:
+    """In the order of their names, a page at a time."""
+    found = await call.offload(False, call.store.graphs, query.prefix, query.cursor, query.limit + 1)
+    cursor = found[query.limit - 1].name if len(found) > query.limit else None
+    return JsonAnswer({"graphs": [_head(stored) for stored in found[: query.limit]], "next_cursor": cursor})
+
+
+@router.get("/{name}", summary="Describe a graph")
+@access(READ, label="graphs")
+async def get_graph(call: CurrentCall, name: str) -> JsonAnswer[GraphInfo]:
+    """Its inputs, parameters, outputs and gradients, and its nodes by kind. Raises `unknown_graph`."""
+    return JsonAnswer(_described(await planned(call, name)))
+
+
+@router.get(
+    "/{name}/model",
+    summary="Download a graph",
+    dependencies=READING,
+    responses={200: {"description": "The model", "content": BYTES_CONTENT, "headers": ETAG}, **UNCHANGED},
+    response_class=Response,
+)
+@access(READ, label="graphs")
+async def get_model(call: CurrentCall, name: str) -> Answer:
+    """The bytes of the model as they were uploaded. Raises `unknown_graph`."""
+    stored = await call.look_up(1, call.store.graph, check_name(name))
+    fields = {"ETag": f'"{stored.digest}"'}
+    if known_tag(call, fields["ETag"]):
+        return Answer(status=304, fields=fields)
+    call.reserve(stored.nbytes)
+    content = await call.offload(
+        stored.nbytes <= INLINE_BYTES and not call.store.blocks, call.store.graph_content, stored
+    )
+    return Answer([content], MEDIA_TYPES[0], fields)
+
+
+@router.delete("/{name}", summary="Delete a graph", status_code=204, dependencies=MANY, responses=DELETED)
+@access(WRITE, label="graphs")
+async def delete_graph(call: CurrentCall, name: str) -> Answer:
+    """Buffers stay. Raises `unknown_graph`."""
+    check_no_query(call)
+    received = await receive(call)
+    check_no_body(received)
+    outcome = await call.submit([], received.key, graph=DeleteGraph(name=check_name(name)))
+    return Answer(status=204, fields=replayed(outcome))
+
+
+@router.post(
+    "/{name}",
+    summary="Run a graph",
+    dependencies=[*ONE, body(GraphTensors, required=False)],
+    response_model=GraphOutputs,
+    responses={200: {"description": "The outputs", "content": SAFETENSORS_CONTENT}},
+    openapi_extra=SAFETENSORS_BODY,
+)
+@access(READ, label="graphs", operator=GRAPHS)
+async def run_graph(call: CurrentCall, name: str, query: Annotated[GraphQuery, Query()]) -> Answer:
+    """As an operator runs: inputs come from the body or from buffers, and outputs go to the answer or to buffers.
+    Raises `unknown_graph`, `invalid_graph` and what its nodes raise.
+    """
+    call.graph = name
+    types, content = media_types(call), await read_body(call)
+    return await answer_body(call, (await planned(call, name)).operator, query, types, content)
+
+
+def _head(stored: StoredGraph) -> GraphHead:
+    return {
+        "name": stored.name,
+        "bytes": stored.nbytes,
+        "digest": stored.digest,
+        "options": dict(stored.options),
+        "created_at": stored.created,
+    }
+
+
+def _described(planned: Planned) -> GraphInfo:
+    return cast(GraphInfo, {**_head(planned.stored), **planned.graph.signature()})
