@@ -72,7 +72,7 @@ class Plan:
         values: dict[str, Any] = {**self.constants, **{name: tensors[name] for name in self.inputs}}
         with metered() as meter, np.errstate(all="ignore"):
             for step, dying in self.steps:
-                meter.grow(0)
+                meter.catch_up()
                 results = _run(step, [values[name] if name else None for name in step.inputs])
                 made = {name: result for name, result in zip(step.outputs, results, strict=False) if name}
                 values.update(made)
@@ -112,10 +112,18 @@ class Meter:
 
     def grow(self, size: int) -> None:
         """Count memory that a step is about to allocate. Raises what the workspace raises."""
-        self._growing += size
-        more = max(0, self._held + self._growing - self._claimed)
-        self._space.claim(more)  # with 0, too: it raises if nobody waits for the outputs any more
+        more = 0
+        if size:  # other threads call this with 0, to learn whether anybody waits for the outputs
+            self._growing += size
+            more = max(0, self._held + self._growing - self._claimed)
+            self._claimed += more
+        self._space.claim(more)
+
+    def catch_up(self) -> None:
+        """Claim what steps have left without a claim. Raises what the workspace raises."""
+        more = max(0, self._held - self._claimed)
         self._claimed += more
+        self._space.claim(more)
 
     def settle(self, size: int) -> None:
         """Count the tensors that a step leaves, in place of what it has allocated; or, below 0, one that dies."""

@@ -13,7 +13,8 @@ from onnx.reference import ReferenceEvaluator
 from service.dtypes import BFLOAT16, FLOAT16, Array
 from service.errors import DtypeMismatch, InvalidGraph
 from service.graphs.nodes import NODES, maker, step_of
-from service.graphs.nodes.elementwise import FOLDS, FORMULAS, TESTS, UFUNCS
+from service.graphs.nodes.activations import FORMULAS
+from service.graphs.nodes.elementwise import FOLDS, TESTS, UFUNCS
 from service.graphs.plan import Node
 
 RANDOM = np.random.default_rng(0)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
 import numpy as np
-from scipy import special
 
 from service.dtypes import BFLOAT16, BOOL, FLOAT16, Array, DType, cast
 from service.errors import DtypeMismatch, InvalidTensor
 from service.graphs.nodes.table import Function, dtype_of, maker
 from service.graphs.plan import Node
-from service.kernels import claim, spare_memory
+from service.kernels import claim, share_out, spare_memory
 
 WIDE = {FLOAT16: np.dtype(np.float32), BFLOAT16: np.dtype(np.float32)}
 """The dtype of the arithmetic, where it is another one."""
+
+BLOCK_LENGTH = 1 << 16
+"""Elements of a block: with its temporaries, it fits into a cache."""
+
+SHARE = 4
+"""Blocks that a thread computes at a time: to start a helper for fewer takes as long."""
 
 
 def _named(table: str) -> dict[str, Any]:
@@ -29,10 +33,7 @@ UFUNCS: dict[str, Any] = {
     **_named("Ceil:ceil Round:rint Reciprocal:reciprocal Sin:sin Cos:cos Tan:tan Asin:arcsin Acos:arccos Atan:arctan"),
     **_named("Sinh:sinh Cosh:cosh Tanh:tanh Asinh:arcsinh Acosh:arccosh Atanh:arctanh BitwiseNot:invert"),
     **_named("BitwiseAnd:bitwise_and BitwiseOr:bitwise_or BitwiseXor:bitwise_xor"),
-    "Erf": special.erf,
-    "Sigmoid": special.expit,
     "Relu": partial(np.maximum, 0),
-    "Softplus": partial(np.logaddexp, 0),
 }
 """The universal function of each operator whose result has the dtype of its inputs, which is one."""
 
@@ -46,26 +47,54 @@ FOLDS: dict[str, Any] = {"Sum": np.add, "Max": np.maximum, "Min": np.minimum, "M
 """The universal function of each operator that takes any number of inputs."""
 
 
-def apply(function: Callable[..., Any], *arrays: Array, dtype: DType | None = None, temporaries: int = 0) -> Array:
-    """Return function(*arrays, out=...), which broadcasts. `dtype` is the result's, by default that of the arrays.
+def apply(function: Callable[..., Any], *arrays: Array, dtype: DType | None = None) -> Array:
+    """Return function(*arrays, out=...), which broadcasts, and may be called with blocks of the arrays.
 
-    `temporaries` says how many arrays of the result's size the function has at a time. Raises `DtypeMismatch`.
+    `dtype` is the result's, by default that of the arrays. Raises `DtypeMismatch` unless they share one.
     """
     given = arrays[0].dtype
     if any(array.dtype != given for array in arrays):
         problem = f"the inputs are {', '.join(str(array.dtype) for array in arrays)}, but must share a dtype"
         raise DtypeMismatch(problem)
     shape = arrays[0].shape if len(arrays) == 1 else np.broadcast(*arrays).shape
-    wide, dtype = WIDE.get(given, given), dtype or given
-    if wide != given:
-        claim(sum(array.size for array in arrays) * wide.itemsize)
-        arrays = tuple(array.astype(wide) for array in arrays)
-    computed = wide if dtype == given else dtype
-    out = spare_memory(shape, computed)
-    if temporaries:
-        claim(temporaries * out.nbytes)
-    function(*arrays, out=out)
-    return out if computed == dtype else narrowed(out, dtype)
+    wide, out = WIDE.get(given, given), spare_memory(shape, dtype or given)
+
+    def compute(part: Any) -> None:
+        blocks = [array[part].astype(wide, copy=False) for array in views]
+        target = out[part]
+        if wide == given or target.dtype != given:
+            function(*blocks, out=target)
+        else:
+            result = np.empty(target.shape, wide)
+            function(*blocks, out=result)
+            target[...] = result
+
+    if out.size <= BLOCK_LENGTH:
+        views = [*arrays]
+        compute(...)
+        return out
+    views = [array if array.shape == shape else np.broadcast_to(array, shape) for array in arrays]
+    if all(view.flags.c_contiguous for view in views):
+        views, out = [view.reshape(-1) for view in views], out.reshape(-1)
+    parts = _parts(out.shape)
+
+    def compute_some(number: int) -> None:
+        for part in parts[SHARE * number :][:SHARE]:
+            compute(part)
+
+    share_out(compute_some, -(-len(parts) // SHARE))
+    return out.reshape(shape)
+
+
+def _parts(shape: Sequence[int]) -> list[Any]:
+    """Return the indices of blocks of up to `BLOCK_LENGTH` elements, which together are an array of this shape."""
+    axis, inner = len(shape) - 1, 1
+    while inner * shape[axis] <= BLOCK_LENGTH:
+        inner *= shape[axis]
+        axis -= 1
+    step = BLOCK_LENGTH // inner
+    pieces = [slice(start, start + step) for start in range(0, shape[axis], step)]
+    return [(*place, piece) for place in np.ndindex(*shape[:axis]) for piece in pieces]
 
 
 def narrowed(wide: Array, dtype: DType) -> Array:
@@ -100,61 +129,6 @@ def divide(a: Array, b: Array, *, out: Array) -> None:
     else:
         np.floor_divide(a, b, out=out)
         np.add(out, (out * b != a) & ((a < 0) != (b < 0)), out=out)
-
-
-FORMULAS: dict[str, Callable[..., Array]] = {
-    "LeakyRelu": lambda x, alpha=0.01: np.where(x < 0, alpha * x, x),
-    "PRelu": lambda x, slope: np.where(x < 0, slope * x, x),
-    "Elu": lambda x, alpha=1.0: np.where(x < 0, alpha * np.expm1(x), x),
-    "Selu": lambda x, alpha=1.6732632, gamma=1.0507010: gamma * np.where(x < 0, alpha * np.expm1(x), x),
-    "Celu": lambda x, alpha=1.0: np.where(x < 0, alpha * np.expm1(x / alpha), x),
-    "HardSigmoid": lambda x, alpha=0.2, beta=0.5: np.clip(alpha * x + beta, 0, 1),
-    "HardSwish": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
-    "Softsign": lambda x: x / (1 + np.abs(x)),
-    "Mish": lambda x: x * np.tanh(np.logaddexp(0, x)),
-    "Swish": lambda x, alpha=1.0: x * special.expit(alpha * x),
-    "ThresholdedRelu": lambda x, alpha=1.0: np.where(x > alpha, x, 0),
-    "Shrink": lambda x, bias=0.0, lambd=0.5: np.where(np.abs(x) > lambd, x - np.copysign(bias, x), 0),
-    "Gelu": lambda x, approximate="none": _gelu(x, approximate == "tanh"),
-}
-"""The formula of each activation, with its attributes."""
-
-MICROSOFT: dict[str, Callable[..., Array]] = {
-    "Gelu": lambda x: _gelu(x, False),
-    "BiasGelu": lambda x, bias: _gelu(x + bias, False),
-    "FastGelu": lambda x, bias=None: _gelu(x if bias is None else x + bias, True),
-}
-"""Those of ONNX Runtime."""
-
-TEMPORARIES = 4
-"""The most arrays of the result's size that a formula has at a time, with the result."""
-
-
-def _gelu(x: Array, is_tanh: bool) -> Array:
-    if is_tanh:
-        part: Array = special.expit(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
-    else:
-        part = special.ndtr(x)
-    return x * part
-
-
-@maker(*FORMULAS)
-def _formula(node: Node) -> Function:
-    return partial(evaluate, partial(FORMULAS[node.op], **node.attributes))
-
-
-@maker(*MICROSOFT, domain="com.microsoft")
-def _formula_of_onnx_runtime(node: Node) -> Function:
-    return partial(evaluate, partial(MICROSOFT[node.op], **node.attributes))
-
-
-def evaluate(formula: Callable[..., Array], *arrays: Array) -> Array:
-    """Return formula(*arrays), which broadcasts, in the dtype of the first. Raises `DtypeMismatch`."""
-
-    def fill(*wide: Array, out: Array) -> None:
-        out[...] = formula(*wide)
-
-    return apply(fill, *arrays, temporaries=TEMPORARIES)
 
 
 @maker("Div")
@@ -194,7 +168,7 @@ def _is_inf(node: Node) -> Function:
         out &= (x > 0) if not negative else (x < 0) if not positive else True
         out &= bool(positive or negative)
 
-    return partial(apply, test, dtype=BOOL, temporaries=2)
+    return partial(apply, test, dtype=BOOL)
 
 
 @maker("Clip")
@@ -251,10 +225,10 @@ def _dropout(node: Node) -> Function:
             return x, np.ones(x.shape, BOOL)
         if not 0 <= rate < 1:
             raise InvalidTensor(f"ratio is {rate}, but must be in [0, 1)")
-        claim(5 * x.size)
+        claim(5 * x.size + x.nbytes)
         mask: Array = np.asarray(generator.random(x.shape, np.float32) >= rate)
-        return apply(
-            lambda x, out: np.multiply(x * mask, x.dtype.type(1 / (1 - rate)), out=out), x, temporaries=1
-        ), mask
+        kept = mask.astype(x.dtype)
+        np.multiply(kept, 1 / (1 - rate), out=kept)
+        return apply(np.multiply, x, kept), mask
 
     return dropout
