@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
+from service.buffers.graph_changes import DeleteGraph, PutGraph
+from service.buffers.graphs import StoredGraph
 from service.buffers.parts import Forget
 from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import Part
@@ -959,12 +961,85 @@ class StoreMachine(PartsMachine):
         self.make([change for change in made if change is not None], with_key)
 
 
-class MemoryMachine(StoreMachine):
+GRAPHS = ["g", "h", "i"]
+options = st.sampled_from([{}, {}, {"loss": "L1Loss"}])
+MOST_GRAPHS = 2
+MODELS = [b"a model", b"another model", b"a large model" * 20]
+
+
+class GraphMachine(StoreMachine):
+    """The rules of graphs, which come and go together with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: dict[str, tuple[StoredGraph, bytes]] = {}
+        self.sent_graphs: list[tuple[Request, float, Outcome]] = []
+
+    def is_new_graph(self, change: PutGraph | DeleteGraph) -> bool | str:
+        """Return whether the change makes a graph, or the code of its error."""
+        stored, model = self.graphs.get(change.name, (None, b""))
+        if isinstance(change, DeleteGraph):
+            return "unknown_graph" if stored is None else False
+        if stored is None:
+            return "too_many_graphs" if len(self.graphs) == MOST_GRAPHS else True
+        return False if (model, stored.options) == (change.content.tobytes(), change.options) else "graph_exists"
+
+    def answer(self, request: Request) -> Outcome | str:
+        try:
+            return self.store.submit(request).result(PATIENCE)
+        except GradserveError as error:
+            return error.code
+
+    @rule(data=st.data(), with_key=keyed)
+    def change_a_graph(self, data: st.DataObject, with_key: bool) -> None:
+        name, model = data.draw(st.sampled_from(GRAPHS)), data.draw(st.sampled_from(MODELS))
+        put = PutGraph.of(name, model, data.draw(options))
+        kinds: list[PutGraph | DeleteGraph] = [put, put, DeleteGraph(name=name)]
+        change = data.draw(st.sampled_from(kinds))
+        several = data.draw(st.lists(changes["create"] | changes["delete"], max_size=1))
+        self.requests += 1
+        request = Request(several, key(f"key {self.requests}") if with_key else None, graph=change)
+        got, is_new = self.answer(request), self.is_new_graph(change)
+        done = is_new if isinstance(is_new, str) else self.model.do(several)
+        if isinstance(done, str):
+            assert got == done
+            return
+        assert isinstance(got, Outcome), got
+        assert (got.receipts, got.is_new, got.replayed) == (self.told(several, done[0]), is_new, False)
+        if got.graph is None:
+            del self.graphs[name]
+        else:
+            self.graphs[name] = (got.graph, model)
+        if with_key:
+            self.sent_graphs.append((request, self.clock.now, got))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.sent_graphs)
+    def send_a_graph_again(self, data: st.DataObject) -> None:
+        sent = data.draw(st.sampled_from(self.sent_graphs), label="sent")
+        request, at, outcome = sent
+        if at + KEY_SECONDS <= self.clock.now:
+            self.sent_graphs.remove(sent)
+            return
+        got, now = self.answer(request), self.graphs.get(outcome.graph.name) if outcome.graph else None
+        if outcome.graph is not None and (now is None or now[0] != outcome.graph):
+            assert got == "epoch_gone"
+        else:
+            assert got == replace(outcome, replayed=True)
+
+    @invariant()
+    def graphs_are_the_same(self) -> None:
+        found = {graph.name: (graph, bytes(self.store.graph_content(graph))) for graph in self.store.graphs()}
+        assert found == self.graphs
+        assert [*found] == sorted(found)
+
+
+class MemoryMachine(GraphMachine):
     def open(self) -> Store:
-        return open_memory(self.clock, max_buffers=MOST_BUFFERS)
+        return open_memory(self.clock, max_buffers=MOST_BUFFERS, max_graphs=MOST_GRAPHS)
 
 
-class LmdbMachine(StoreMachine):
+class LmdbMachine(GraphMachine):
     def __init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
         shrink_lmdb(self.patch)
@@ -972,7 +1047,7 @@ class LmdbMachine(StoreMachine):
         super().__init__()
 
     def open(self) -> Store:
-        return open_lmdb(Path(self.directory.name), self.clock, max_buffers=MOST_BUFFERS)
+        return open_lmdb(Path(self.directory.name), self.clock, max_buffers=MOST_BUFFERS, max_graphs=MOST_GRAPHS)
 
     @rule()
     def open_again(self) -> None:
@@ -1001,7 +1076,7 @@ class ByTurns:
             store.close()
 
 
-class PostgresMachine(StoreMachine):
+class PostgresMachine(GraphMachine):
     url: str
     stores = 1
 
@@ -1013,7 +1088,8 @@ class PostgresMachine(StoreMachine):
 
     def open(self) -> Store:
         for _ in range(self.stores):
-            self.schema.open(clock=self.clock, key_seconds=KEY_SECONDS, max_buffers=MOST_BUFFERS)
+            limits: dict[str, Any] = {"max_buffers": MOST_BUFFERS, "max_graphs": MOST_GRAPHS}
+            self.schema.open(clock=self.clock, key_seconds=KEY_SECONDS, **limits)
         return cast(Store, ByTurns(self.schema.stores))
 
     @rule()
