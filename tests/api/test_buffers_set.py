@@ -16,6 +16,7 @@ from service.api.operators import rest
 from service.api.operators import run as pipeline
 from service.api.telemetry.metrics import KERNEL_SECONDS, OPERATOR_REQUESTS
 from service.dtypes import Array
+from service.errors import NothingToAverage
 from service.kernels import OPERATORS
 from service.kernels._op import op
 from service.kernels._types import T
@@ -200,6 +201,8 @@ def test_many_workers_send_a_step_that_one_does(http: httpx.Client, pool: Thread
 LET_GO, READ = threading.Event(), threading.Event()
 PAUSES: list[int] = []
 """How many more calls of the operator Slow wait."""
+FAULTS: list[Exception] = []
+"""The error of the next call that has waited."""
 
 
 def slow(X: T, /) -> T:
@@ -209,6 +212,8 @@ def slow(X: T, /) -> T:
         READ.set()
         assert LET_GO.wait(30)
         LET_GO.clear()
+        if FAULTS:
+            raise FAULTS.pop()
     result = X.copy()
     result += X.dtype.type(1)
     return result
@@ -277,6 +282,19 @@ def test_each_attempt_of_a_step_gives_its_memory_back(slowly: httpx.Client, pool
     name, other = create(slowly, shape=(1 << 18,)), fresh()
     ok(interrupted(slowly, pool, name, pipeline.MAX_ATTEMPTS - 1, set=f"Y:{other}"))
     assert {*read(slowly, other).tolist()} == {10 * (pipeline.MAX_ATTEMPTS - 1) + 1}
+
+
+def test_a_step_that_another_worker_does_meanwhile_cannot_fail(slowly: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    """The epoch that it reads may be gone by then."""
+    name, key = create(slowly, shape=(1,)), {KEY: fresh("key")}
+    PAUSES[:], FAULTS[:] = [1], [NothingToAverage("the gradients are gone")]
+    late = pool.submit(relu, slowly, {}, key, op="Slow", sources=f"X:{name}", set=f"Y:{name}")
+    assert READ.wait(30)
+    READ.clear()
+    first = relu(slowly, {}, key, op="Slow", sources=f"X:{name}", set=f"Y:{name}")
+    LET_GO.set()
+    assert (ok(late.result(60)), late.result().headers[REPLAYED]) == (ok(first), "true")
+    assert value(slowly, name) == [1]
 
 
 def test_a_seed_follows_from_the_key(slowly: httpx.Client) -> None:

@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from service.api.buffers.preconditions import key_of, match_of, recalled, refuse_headers
+from service.api.buffers.preconditions import key_of, recalled, refuse_headers
 from service.api.buffers.receipts import replayed
-from service.api.buffers.request import RECEIPT_BYTES
-from service.api.buffers.routes import refusal_of
 from service.api.http.answer import AnswerForm
 from service.api.http.body import INLINE_MEMBERS
 from service.api.http.call import Call
@@ -22,17 +20,17 @@ from service.api.http.offload import ALONE_BYTES, INLINE_BYTES, INLINE_HALF_BYTE
 from service.api.operators.job import Job, chosen
 from service.api.operators.shared_memory import write_outputs
 from service.api.operators.sources import NO_SOURCES, Sources, read, until_closed
+from service.api.operators.targets import changes_of, kept_of
 from service.buffers import failpoints
-from service.buffers.changes import Add, Change
+from service.buffers.changes import Change
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, check_same_buffer, counted_once
-from service.buffers.record import MAX_ANSWER_BYTES, Key, Known, Receipt, Spec
-from service.buffers.sets import Set, Unchanged
+from service.buffers.record import Key, Known, Receipt
 from service.codecs import json as json_codec
 from service.codecs import safetensors
-from service.dtypes import FLOATS, NAMES, Array
+from service.dtypes import Array
 from service.engine.engine import Reserve
-from service.errors import Busy, DtypeMismatch, EpochGone, GradserveError, GraphTooSlow, InvalidParameter, SourceChanged
+from service.errors import Busy, EpochGone, GradserveError, GraphTooSlow, SourceChanged
 
 MAX_ATTEMPTS = 5
 """Times that a step is computed whose sources change meanwhile: steps of others that share them go first."""
@@ -50,19 +48,20 @@ class Result(NamedTuple):
 
     def is_large(self, as_text: bool) -> bool:
         """Whether to write the outputs takes too long for the event loop."""
-        if len(self.outputs) > INLINE_MEMBERS:
+        if len(self.outputs) + len(self.receipts) > INLINE_MEMBERS:
             return True
         return as_text and sum([output.nbytes for output in self.outputs.values()]) > INLINE_TEXT_BYTES
 
 
 class _Computed(NamedTuple):
-    """The result of a job before buffers change: the outputs, and what the buffers were that it read."""
+    """The result of a job before buffers change: the outputs to answer, and the changes, computed from the sources."""
 
-    outputs: Mapping[str, Any]
+    answered: Mapping[str, Array]
+    changes: Sequence[Change]
     sources: Sources
     key: Key | None
     outcome: Outcome | None = None
-    """The outcome of a repeated request whose outputs went to buffers, or are kept; it needs no other step."""
+    """The outcome of a repeated request whose answer is known; it needs no other step."""
 
 
 async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary: Collection[str] = ()) -> Result:
@@ -95,9 +94,7 @@ async def _attempt(
     inline = not use.sources and computes_at_once(call, job) and not (use.targets and call.store.blocks)
     work = call, job, inline, key
     computed = _compute(*work) if inline else await call.offload(False, _compute, *work)
-    answered = computed.outputs
-    if use.targets:
-        answered = {name: output for name, output in answered.items() if use.target_of(name) is None}
+    answered = computed.answered
     coding = None
     if encoding is not None:
         coding = wanted_coding(call, encoding)
@@ -109,41 +106,16 @@ async def _attempt(
         return Result(answered, coding=coding)
     outcome = computed.outcome
     if outcome is None:
-        changes = _changes(call, job, computed)
-        kept = b"" if computed.key is None else _kept(answered)
+        kept = b"" if computed.key is None else kept_of(answered)
         failpoints.hit("computed")
         states = [] if kept else [state for _, state in computed.sources.states]
-        outcome = await call.submit(changes, computed.key, states, answer=kept, by_prefix=use.by_prefix)
+        outcome = await call.submit(computed.changes, computed.key, states, answer=kept, by_prefix=use.by_prefix)
         if outcome.answer:
             answered = _restored(call, job, outcome.answer)
         elif answered:
             _check_unchanged(computed.sources, outcome.sources, outcome.receipts)
     receipts = {use.output_of(buffer): receipt for buffer, receipt in outcome.receipts.items()}
     return Result(answered, receipts, replayed(outcome), coding)
-
-
-def _changes(call: Call, job: Job, computed: _Computed) -> list[Change]:
-    """Return the changes of the buffers that outputs go to. Raises `DtypeMismatch` and `InvalidParameter`."""
-    use, changes, match = job.buffers, dict[str, Change](), match_of(call)
-    states = {**computed.sources.running} if use.overwrites else {}
-    for tensor, output in computed.outputs.items():
-        target = use.target_of(tensor)
-        if target is None:
-            continue
-        _check_float(tensor, output)
-        name = target.buffer
-        if name in changes:
-            problem = f"{tensor} goes to the buffer {name!r} as another output does, but a request may change each once"
-            raise InvalidParameter(problem, parameter="set" if target.overwrites else "into")
-        given: Any = {"name": name, "match": match, "state": states.pop(name, None)}
-        given |= {"tensor": tensor, "gradient": output}
-        if target.overwrites:
-            spec = Spec(output.shape, output.dtype)
-            changes[name] = Set(spec=spec, refusal=refusal_of(call, name, spec), **given)
-        else:
-            changes[name] = Add(weight=use.weight, epoch=use.epoch, contributor=use.contributor, **given)
-    call.reserve(RECEIPT_BYTES * len(changes))
-    return [*changes.values(), *(Unchanged(name=name, state=state) for name, state in states.items())]
 
 
 def _check(call: Call, job: Job) -> None:
@@ -155,12 +127,6 @@ def _check(call: Call, job: Job) -> None:
     if b"if-match" in call.headers or b"if-none-match" in call.headers:
         is_one = len(job.buffers.targets) == 1 and not job.buffers.by_prefix
         refuse_headers(call, "If-None-Match", *([] if is_one else ["If-Match"]))
-
-
-def _check_float(name: str, output: Any) -> None:
-    """Raise `DtypeMismatch` if an output that goes to a buffer is no float here."""
-    if NAMES[output.dtype] not in FLOATS.dtypes:
-        raise DtypeMismatch(f"{name} is {output.dtype}, but a buffer holds floats", tensor=name)
 
 
 def _size(job: Job) -> int:
@@ -200,34 +166,47 @@ def _compute(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:
 
 
 def _computed(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:
-    """Compute the outputs, with inputs from buffers, unless the request only repeats an add."""
+    """Compute the outputs, with inputs from buffers, unless the request only repeats a change."""
+    use = job.buffers
     # A request that names no buffer by a prefix may be known without the names of its buffers.
-    names = [] if job.buffers.by_prefix else [one.buffer for one in job.buffers.targets]
+    names = [] if use.by_prefix else [one.buffer for one in use.targets]
     known = recalled(call.store, key, names)
-    if known is not None and (known.answer or not _answered(job)):
-        _check_same_buffers(call, known)
-        outputs = _restored(call, job, known.answer) if known.answer else {}
-        return _Computed(outputs, NO_SOURCES, key, Outcome(known.receipts, replayed=True))
+    if (repeated := _repeated(call, job, key, known)) is not None:
+        return repeated
     try:
         sources, tensors = NO_SOURCES, job.tensors
-        if job.buffers.sources:
+        if use.sources:
             sources = read(call, job)
             tensors = {**tensors, **sources.tensors}
         if known is not None:
             _check_unchanged(sources, known.sources, known.receipts)
-        return _Computed(_outputs(call, job, tensors, inline), sources, key)
+        outputs = _outputs(call, job, tensors, inline)
+        if not use.targets:
+            return _Computed(outputs, (), sources, key)
+        answered = {name: output for name, output in outputs.items() if use.target_of(name) is None}
+        return _Computed(answered, changes_of(call, job, outputs, sources), sources, key)
     except GradserveError as error:
-        if known is None or isinstance(error, (EpochGone, Busy)):
+        if known is None:  # another may have made the same request meanwhile
+            repeated = _repeated(call, job, key, recalled(call.store, key, names))
+            if repeated is not None:
+                return repeated
+            raise
+        if isinstance(error, (EpochGone, Busy)):
             raise
         raise counted_once(str(error), known.receipts) from None
 
 
-def _kept(answered: Mapping[str, Array]) -> bytes:
-    """Return what the store keeps of the answer for a repeated request: nothing if that is large."""
-    if sum([output.nbytes for output in answered.values()]) > MAX_ANSWER_BYTES:
-        return b""
-    file = b"".join(safetensors.encode(answered, aligned=False))
-    return file if len(file) <= MAX_ANSWER_BYTES else b""
+def _repeated(call: Call, job: Job, key: Key | None, known: Known | None) -> _Computed | None:
+    """Return the result of a request that is known with all that it answered; else None.
+
+    Raises `EpochGone` if a buffer that it has changed was deleted and created again.
+    """
+    if known is None or not (known.answer or not _answered(job)):
+        return None
+    for record in call.store.look({BufferName(call.store.namespace, name) for name in known.receipts}).values():
+        check_same_buffer(record, known)
+    answered = _restored(call, job, known.answer) if known.answer else {}
+    return _Computed(answered, (), NO_SOURCES, key, Outcome(known.receipts, replayed=True))
 
 
 def _restored(call: Call, job: Job, kept: bytes) -> Mapping[str, Array]:
@@ -236,12 +215,6 @@ def _restored(call: Call, job: Job, kept: bytes) -> Mapping[str, Array]:
     if job.parts:
         write_outputs(call, job.parts, outputs)
     return outputs
-
-
-def _check_same_buffers(call: Call, known: Known) -> None:
-    """Raise `EpochGone` if a buffer that the request has changed was deleted and created again."""
-    for record in call.store.look({BufferName(call.store.namespace, name) for name in known.receipts}).values():
-        check_same_buffer(record, known)
 
 
 def _attributes(call: Call, job: Job) -> Mapping[str, Any]:

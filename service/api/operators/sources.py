@@ -10,6 +10,7 @@ from service.api.buffers.preconditions import recalled
 from service.api.buffers.request import RECEIPT_BYTES, RECORD_FACTOR, closed_due
 from service.api.http.body import INLINE_MEMBERS
 from service.api.http.call import Call
+from service.api.http.offload import INLINE_LOOKUPS
 from service.api.operators.job import Job, Use
 from service.api.operators.values import read_cached
 from service.buffers.names import BufferName, check_name
@@ -106,6 +107,7 @@ async def until_closed(call: Call, job: Job, key: Key | None) -> None:
     Raises `EpochOpen` once the timeout is over. What else keeps the job from its inputs, `read` raises.
     """
     left: deque[Use] | None = None
+    many = INLINE_LOOKUPS + 1  # as many as a prefix may fit
 
     def look() -> None:
         nonlocal left
@@ -121,8 +123,9 @@ async def until_closed(call: Call, job: Job, key: Key | None) -> None:
             left.popleft()
 
     async def attempt() -> None:
+        count = len(left) if left is not None else sum(many if use.is_prefix else 1 for use in job.buffers.sources)
         try:
-            await call.look_up(len(left or job.buffers.sources), look)
+            await call.look_up(count, look)
         except EpochOpen:
             if not (left and await closed_due(call, [use.buffer for use in left])):
                 raise
