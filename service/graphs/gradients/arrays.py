@@ -9,9 +9,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from service.dtypes import FLOAT64, Array, compute_dtype
+from service.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Array
+from service.kernels import claim
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+TEMPORARIES = 3
+"""Tensors that a formula holds at a time, beside what it reads. NumPy writes a result over one that nobody else has."""
 
 
 def unbroadcast(gradient: Array, shape: tuple[int, ...]) -> Array:
@@ -35,6 +39,8 @@ def rounded_once(function: F) -> F:
 
     @wraps(function)
     def compute(first: Array, *others: Array | None, **attributes: Any) -> Array:
+        largest = max(getattr(one, "size", 0) for one in (first, *others))
+        claim(TEMPORARIES * largest * max(4, first.itemsize))
         result: Array = function(*map(_wide, (first, *others)), **attributes)
         return result.astype(first.dtype, copy=False)
 
@@ -42,5 +48,5 @@ def rounded_once(function: F) -> F:
 
 
 def _wide(array: Any) -> Any:
-    narrow = isinstance(array, np.ndarray | np.generic) and array.dtype.itemsize == 2
-    return array.astype(compute_dtype(array.dtype)) if narrow else array
+    narrow = isinstance(array, np.ndarray | np.generic) and array.dtype in (FLOAT16, BFLOAT16)
+    return array.astype(FLOAT32) if narrow else array

@@ -40,7 +40,7 @@ def _power(dY: Array, A: Array, B: Array) -> Array:
 
 
 def _exponent(dY: Array, A: Array, B: Array, Y: Array) -> Array:
-    return (dY * np.where((A == 0) & (B >= 0), 0, Y * np.log(A))).astype(B.dtype)
+    return dY * np.where((A == 0) & (B >= 0), 0, Y * np.log(A))
 
 
 DERIVATIVES: dict[str, tuple[Callable[..., Any] | None, ...]] = {
@@ -87,8 +87,11 @@ DERIVATIVES: dict[str, tuple[Callable[..., Any] | None, ...]] = {
 }
 """The gradients of the inputs of each operator. Their parameters say what they read: see `gradients`."""
 
+SIMPLE = {"Clip", "Mul", "Sub", "Where"}
+"""Operators whose gradients are one operation of NumPy, in every dtype."""
+
 for _op, _functions in DERIVATIVES.items():
-    _rounded = [function and rounded_once(function) for function in _functions]
+    _rounded = [function and (function if _op in SIMPLE else rounded_once(function)) for function in _functions]
     gradients(_op, *_rounded, broadcast=len(_functions) > 1)
 
 # These kernels take care of 16-bit floats. LeakyRelu's asks for Y, whose sign X has, and the right one for alpha < 0.

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
-from service.dtypes import BFLOAT16, FLOAT16
+from service.dtypes import BFLOAT16, FLOAT16, Array, DType
+from service.graphs.gradients import Tape, differentiate
+from service.graphs.gradients.elementwise import DERIVATIVES
+from service.graphs.nodes import step_of
+from service.graphs.plan import Node, Plan
+from service.kernels import Workspace, workspace
 from tests.graphs.gradients.layers import LAYERS
 from tests.graphs.gradients.question import Question, assert_close, tolerance
 from tests.graphs.gradients.questions import QUESTIONS
@@ -38,3 +45,28 @@ def test_narrower_floats_have_the_same_gradients(question: Question) -> None:
         for name in question.trained:
             assert got[name].dtype == dtype
             assert_close(got[name], expected[name], tolerance(dtype))
+
+
+@pytest.mark.parametrize("op", [op for op, functions in DERIVATIVES.items() if len(functions) == 1])
+def test_a_gradient_claims_the_memory_that_it_takes(op: str) -> None:
+    shape, claimed = (300, 300), list[int]()
+    nodes = [Node(op, "", 21, ("x",), ("y",), {}), Node("ReduceSum", "", 21, ("y",), ("loss",), {"keepdims": 0})]
+    tape = Tape(map(step_of, nodes))
+    names = differentiate(tape, nodes, "loss", ["x"])
+    plan = Plan(tape.steps, {}, [*names.values()])
+    x = np.random.default_rng(0).uniform(0.1, 0.9, shape).astype(np.float32)
+
+    def allocate(shape: tuple[int, ...], dtype: DType) -> Array:
+        array = np.empty(shape, dtype)
+        claimed.append(array.nbytes)
+        return array
+
+    plan.run({"x": x})
+    tracemalloc.start()
+    try:
+        with workspace(Workspace(allocate=allocate, spare=allocate, scratch=allocate, claim=claimed.append)):
+            plan.run({"x": x})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < sum(claimed) + 20_000
