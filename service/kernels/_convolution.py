@@ -42,19 +42,12 @@ def work_of(seen: Shape, partner: Shape, W: Shape) -> int:
     return 2 * products + 6 * COPY_MULTIPLY_ADDS * copied + CALL_MULTIPLY_ADDS * calls
 
 
-def conv_windows(
-    X: Array,
-    W: Array,
-    *,
-    kernel_shape: list[int] | None = None,
-    strides: list[int] | None = None,
-    pads: list[int] | None = None,
-    dilations: list[int] | None = None,
-    group: int = 1,
-    auto_pad: str = "NOTSET",
-) -> Windows:
-    """Return the windows over X of Conv, for each pixel of Y one. Raises `ShapeMismatch` and `InvalidParameter`."""
-    windows = make_windows(X.shape[2:], _kernel(X, W, kernel_shape), strides, dilations, pads, auto_pad)
+def conv_windows(X: Array, W: Array, group: int, kernel_shape: list[int] | None, **attributes: Any) -> Windows:
+    """Return the windows over X of Conv, for each pixel of Y one. The attributes are those of `make_windows`.
+
+    Raises `ShapeMismatch` and `InvalidParameter`.
+    """
+    windows = make_windows(X.shape[2:], _kernel(X, W, kernel_shape), **attributes)
     windows.check_fit("X")
     _check_group("W", W.shape[0], group)
     check_shape("X", X, X.shape[0], W.shape[1] * group, *X.shape[2:])
@@ -64,18 +57,16 @@ def conv_windows(
 def conv_transpose_windows(
     X: Array,
     W: Array,
+    group: int,
+    kernel_shape: list[int] | None,
     *,
-    kernel_shape: list[int] | None = None,
-    strides: list[int] | None = None,
-    pads: list[int] | None = None,
-    dilations: list[int] | None = None,
-    group: int = 1,
     auto_pad: str = "NOTSET",
     output_padding: list[int] | None = None,
     output_shape: list[int] | None = None,
+    **attributes: Any,
 ) -> Windows:
     """Return the windows over Y of ConvTranspose, for each pixel of X one. Raises as `conv_windows`."""
-    windows = make_windows(X.shape[2:], _kernel(X, W, kernel_shape), strides, dilations, pads, "NOTSET")
+    windows = make_windows(X.shape[2:], _kernel(X, W, kernel_shape), **attributes)
     windows = _transposed(windows, auto_pad, output_padding, output_shape)
     _check_group("X", X.shape[1], group)
     check_shape("X", X, X.shape[0], W.shape[0], *X.shape[2:])

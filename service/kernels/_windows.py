@@ -61,10 +61,10 @@ class Windows:
 def make_windows(
     sizes: tuple[int, ...],
     kernel: Sequence[int],
-    strides: Sequence[int] | None,
-    dilations: Sequence[int] | None,
-    pads: Sequence[int] | None,
-    auto_pad: str,
+    strides: Sequence[int] | None = None,
+    dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    auto_pad: str = "NOTSET",
 ) -> Windows:
     """Return the windows over an input with these spatial axes. Raises `InvalidParameter`.
 

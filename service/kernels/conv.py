@@ -66,8 +66,8 @@ def conv_grad(
     outputs are computed. Raises `ShapeMismatch`, `InvalidParameter`, and `TensorTooLarge` for work of more than about a
     minute.
     """
-    attributes = {"kernel_shape": kernel_shape, "strides": strides, "pads": pads, "dilations": dilations}
-    windows = conv_windows(X, W, **attributes, group=group, auto_pad=auto_pad)
+    attributes = {"strides": strides, "pads": pads, "dilations": dilations}
+    windows = conv_windows(X, W, group, kernel_shape, auto_pad=auto_pad, **attributes)
     check_shape("dY", dY, X.shape[0], W.shape[0], *windows.counts)
     return _run(dY, X, W, windows, group, wanted, conv_gradients)
 
@@ -102,32 +102,36 @@ def conv_transpose_grad(
     out = in * stride. Both set the pads. ONNX Runtime has no such kernel. Zeros, NaN and `wanted` are as in ConvGrad.
     Raises `ShapeMismatch`, `InvalidParameter`, and `TensorTooLarge` for work of more than about a minute.
     """
-    attributes = {"kernel_shape": kernel_shape, "strides": strides, "pads": pads, "dilations": dilations}
+    attributes = {"strides": strides, "pads": pads, "dilations": dilations}
     attributes |= {"output_padding": output_padding, "output_shape": output_shape}
-    windows = conv_transpose_windows(X, W, **attributes, group=group, auto_pad=auto_pad)
+    windows = conv_transpose_windows(X, W, group, kernel_shape, auto_pad=auto_pad, **attributes)
     check_shape("dY", dY, X.shape[0], W.shape[1] * group, *windows.sizes)
     return _run(dY, X, W, windows, group, wanted, conv_transpose_gradients)
 
 
-def conv(X: Array, W: Array, B: Array | None = None, /, *, group: int = 1, **attributes: Any) -> Array:
+def conv(
+    X: Array, W: Array, B: Array | None = None, /, *, group: int = 1, kernel_shape: Any = None, **attributes: Any
+) -> Array:
     """Return Y = Conv(X, W, B), as ONNX defines it: each pixel of Y sees a window of X.
 
     X [N, C, in...], W [M, C / group, k...], B [M] -> Y [N, M, out...], with the attributes of ConvGrad. Raises
     `ShapeMismatch`, `InvalidParameter` and `TensorTooLarge`.
     """
-    windows = conv_windows(X, W, group=group, **attributes)
+    windows = conv_windows(X, W, group, kernel_shape, **attributes)
     shape = len(X), W.shape[0], *windows.counts
     check_work("Conv", work_of(X.shape, shape, W.shape))
     return _forward(X, W, B, shape, windows, group, conv_transpose_gradients)
 
 
-def conv_transpose(X: Array, W: Array, B: Array | None = None, /, *, group: int = 1, **attributes: Any) -> Array:
+def conv_transpose(
+    X: Array, W: Array, B: Array | None = None, /, *, group: int = 1, kernel_shape: Any = None, **attributes: Any
+) -> Array:
     """Return Y = ConvTranspose(X, W, B), as ONNX defines it: each pixel of X adds to a window of Y.
 
     X [N, C, in...], W [C, M / group, k...], B [M] -> Y [N, M, out...], with the attributes of ConvTransposeGrad. Raises
     `ShapeMismatch`, `InvalidParameter` and `TensorTooLarge`.
     """
-    windows = conv_transpose_windows(X, W, group=group, **attributes)
+    windows = conv_transpose_windows(X, W, group, kernel_shape, **attributes)
     shape = len(X), W.shape[1] * group, *windows.sizes
     check_work("ConvTranspose", work_of(shape, X.shape, W.shape))
     return _forward(X, W, B, shape, windows, group, conv_gradients)

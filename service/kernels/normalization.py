@@ -17,7 +17,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from service.dtypes import Array, cast, compute_dtype
+from service.dtypes import FLOAT64, Array, cast, compute_dtype
 from service.errors import ShapeMismatch
 from service.kernels._blocks import claim, new_output, scratch, share_out
 from service.kernels._checks import check_shape, normalize_axis
@@ -25,7 +25,6 @@ from service.kernels._narrow import narrow, widen, widen_tensor
 from service.kernels._op import op
 from service.kernels._row_gradients import BLOCK_ELEMENTS, Gradients, Rows
 from service.kernels._types import Rank2, T, U, V
-from service.kernels.batch_norm import batch_norm_internal, batch_normalization_grad
 
 _SAMPLE = {"Y_grad": [[1.0, -1.0], [2.0, 0.5]], "scale": [1.0, 2.0]}
 _FORWARD, _INVERSE = [[1.0, 2.0], [4.0, 2.0]], [[2.0], [1.0]]
@@ -124,35 +123,27 @@ def invertible_layer_normalization_grad(
 
 
 def layer_normalization(
-    X: Array, scale: Array, bias: Array | None = None, /, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
-) -> tuple[Array, Array, Array]:
+    X: Array,
+    scale: Array,
+    bias: Array | None = None,
+    /,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    stash_type: int = 1,
+    centered: bool = True,
+) -> tuple[Array, ...]:
     """Return Y = (X - mean) * inv_std_dev * scale + bias, the mean, and inv_std_dev = 1 / sqrt(variance + epsilon).
 
     The statistics are over the dimensions from `axis` on, to which `scale` and `bias` are broadcast. Y has the shape
     and dtype of X. The others have the dimensions before `axis`, each other one being 1, and the dtype of the
-    arithmetic. Raises `AxisOutOfRange` and `ShapeMismatch`.
+    arithmetic. Unless `centered`, the mean is 0 and not returned: RMSNorm. Raises `AxisOutOfRange`, and `ValueError`
+    for a scale or bias that cannot be broadcast.
     """
-    return _normalize_rows(X, scale, bias, axis, epsilon, centered=True)
-
-
-def simplified_layer_normalization(
-    X: Array, scale: Array, /, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
-) -> tuple[Array, Array]:
-    """Return Y = X * inv_std_var * scale, and inv_std_var = 1 / sqrt(mean(X * X) + epsilon): RMSNorm.
-
-    The rest is as in `layer_normalization`.
-    """
-    Y, _, inverse = _normalize_rows(X, scale, None, axis, epsilon, centered=False)
-    return Y, inverse
-
-
-def _normalize_rows(
-    X: Array, scale: Array, bias: Array | None, axis: int, epsilon: float, *, centered: bool
-) -> tuple[Array, Array, Array]:
     axis, dtype = normalize_axis(axis, X.ndim, "X"), compute_dtype(X.dtype)
     N, M, columns = math.prod(X.shape[:axis]), math.prod(X.shape[axis:]), X.shape[axis:]
-    factor = _over_columns("scale", scale, columns).astype(dtype)
-    offset = None if bias is None else _over_columns("bias", bias, columns).astype(dtype)
+    factor = np.broadcast_to(scale, columns).reshape(M).astype(dtype)
+    offset = None if bias is None else np.broadcast_to(bias, columns).reshape(M).astype(dtype)
     Y: Array = new_output(None, X.shape, X.dtype)
     claim(2 * N * dtype.itemsize)
     means, inverses = np.zeros((2, N, 1), dtype)
@@ -177,70 +168,48 @@ def _normalize_rows(
 
     share_out(normalize, -(-N // height) if M else 0)
     kept = (*X.shape[:axis], *[1] * (X.ndim - axis))
-    return Y, means.reshape(kept), inverses.reshape(kept)
-
-
-def _over_columns(name: str, tensor: Array, shape: tuple[int, ...]) -> Array:
-    try:
-        return np.broadcast_to(tensor, shape).reshape(-1)
-    except ValueError:
-        problem = f"{name} has shape {list(tensor.shape)}, which cannot be broadcast to {list(shape)}"
-        raise ShapeMismatch(problem, tensor=name) from None
+    return (Y, *([means.reshape(kept)] if centered else []), inverses.reshape(kept))
 
 
 def group_normalization(
     X: Array, scale: Array, bias: Array, /, *, num_groups: int | None = None, epsilon: float = 1e-5, stash_type: int = 1
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Return Y = (X - mean) * inv_std_dev * scale + bias, the mean, and inv_std_dev, of each group of channels.
 
     X is [N, C, ...]; `scale` and `bias` are [C] or [num_groups]. Y has the shape and dtype of X, and the others are
-    [N * num_groups], in the dtype of the arithmetic. By default each channel is a group: InstanceNormalization. Raises
-    `ShapeMismatch`.
+    [N * num_groups, 1], in the dtype of the arithmetic. By default each channel is a group: InstanceNormalization.
+    Raises `ShapeMismatch`.
     """
-    groups, factor = _groups(X, num_groups, scale), _over_channels("scale", scale, X)
-    offset, x, alone = _over_channels("bias", bias, X), widen_tensor(X), groups == len(factor)
-    ones, zeros = np.ones(len(X) * groups, x.dtype), np.zeros(len(X) * groups, x.dtype)
-    given = (np.tile(factor, len(X)), np.tile(offset, len(X))) if alone else (ones, zeros)
-    Y, _, _, mean, inverse = batch_norm_internal(_rows(x, len(ones)), *given, zeros, zeros, epsilon=epsilon)
-    if not alone:
-        channels = Y.reshape(len(X), len(factor), -1)
-        np.multiply(channels, factor[:, None], out=channels)
-        np.add(channels, offset[:, None], out=channels)
-    return cast(Y.reshape(X.shape), X.dtype), mean, inverse
+    channels = X.shape[1] if X.ndim > 1 else 0
+    groups = num_groups or channels
+    if not channels or channels % groups:
+        problem = f"X has shape {list(X.shape)}, but axis 1 must have channels, in {num_groups or 'any'} groups"
+        raise ShapeMismatch(problem, tensor="X")
+    check_shape("scale", scale, groups if scale.size == groups else channels)
+    check_shape("bias", bias, *scale.shape)
+    x = widen_tensor(X).reshape(len(X) * groups, -1)
+    Y, *statistics = layer_normalization(x, np.ones(1, x.dtype), epsilon=epsilon)
+    target = Y.reshape(len(X), channels, -1)
+    np.multiply(target, _over_channels(scale, target), out=target)
+    np.add(target, _over_channels(bias, target), out=target)
+    return cast(Y.reshape(X.shape), X.dtype), *statistics
 
 
 def group_normalization_grad(
-    dY: Array, X: Array, scale: Array, mean: Array, inverse: Array, /, *, num_groups: int | None = None
+    dY: Array, X: Array, scale: Array, mean: Array, inverse: Array, /
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of X, scale and bias in `group_normalization`, from that of Y, and what it returned."""
-    groups, factor = _groups(X, num_groups, scale), _over_channels("scale", scale, X)
-    dY, x, size = widen_tensor(dY), widen_tensor(X), len(X) * len(factor)
-    each = np.tile(factor, len(X))
-    statistics = np.repeat(mean, len(factor) // groups), np.repeat(inverse, len(factor) // groups)
-    alone = groups == len(factor)
-    wanted = ("X_grad", "scale_grad", "bias_grad") if alone else ("scale_grad", "bias_grad")
-    dX, *sums = batch_normalization_grad(_rows(dY, size), _rows(x, size), each, *statistics, wanted=wanted)
-    if not alone:
-        scaled = _rows(_rows(dY, size) * each[:, None], len(mean))
-        ones = np.ones_like(mean)
-        dX, *_ = batch_normalization_grad(scaled, _rows(x, len(mean)), ones, mean, inverse, wanted=("X_grad",))
-    dscale, dbias = (cast(one.reshape(len(X), len(scale), -1).sum(axis=(0, 2)), scale.dtype) for one in sums)
+    shape = *X.shape[:2], math.prod(X.shape[2:])
+    given, x = widen_tensor(dY).reshape(shape), widen_tensor(X).reshape(len(mean), -1)
+    claim(3 * x.nbytes)
+    ones, scaled = np.ones(x.shape[1], x.dtype), (given * _over_channels(scale, given)).reshape(x.shape)
+    dX, *_ = layer_normalization_grad(scaled, x, ones, mean, inverse, wanted=("X_grad",))
+    products = given * ((x - mean) * inverse).reshape(shape)
+    sums = (one.sum(axis=(0, 2), dtype=FLOAT64).reshape(len(scale), -1).sum(axis=1) for one in (products, given))
+    dscale, dbias = (cast(one, scale.dtype) for one in sums)
     return cast(dX.reshape(X.shape), X.dtype), dscale, dbias
 
 
-def _groups(X: Array, num_groups: int | None, scale: Array) -> int:
-    """Return how many groups the channels of X make."""
-    if X.ndim < 2 or X.shape[1] % (num_groups or 1):
-        problem = f"X has shape {list(X.shape)}, but must have {num_groups or 'some'} groups of channels in axis 1"
-        raise ShapeMismatch(problem, tensor="X")
-    check_shape("scale", scale, num_groups if scale.size == num_groups else X.shape[1])
-    return num_groups or X.shape[1]
-
-
-def _over_channels(name: str, tensor: Array, X: Array) -> Array:
-    """Return a number for each channel, from one for each channel or group."""
-    return np.repeat(tensor, X.shape[1] // max(1, tensor.size)).astype(compute_dtype(X.dtype))
-
-
-def _rows(tensor: Array, count: int) -> Array:
-    return tensor.reshape(1, count, tensor.size // max(1, count))
+def _over_channels(tensor: Array, images: Array) -> Array:
+    """Return a column for [N, C, S], from a number for each channel or group."""
+    return np.repeat(tensor.astype(images.dtype), images.shape[1] // tensor.size)[:, None]

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from service.dtypes import INT64, Array, compute_dtype
+from service.dtypes import INT64, Array, cast, compute_dtype
 from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch
 from service.kernels._blocks import block_length, check_wanted, claim, new_output, scratch, share_out
 from service.kernels._checks import check_shape, same_shapes
-from service.kernels._narrow import compute_wide, narrow, widen
+from service.kernels._narrow import compute_wide, narrow, widen, widen_tensor
 from service.kernels._op import check_work, op
 from service.kernels._pool_axes import Axis, axes_of, elements_of
 from service.kernels._scatter import clear, output_size, read_shape
@@ -216,23 +216,17 @@ def average_pool(X: Array, /, *, ceil_mode: int = 0, count_include_pad: int = 0,
 def lp_pool(X: Array, /, *, p: int = 2, ceil_mode: int = 0, **attributes: Any) -> Array:
     """Return Y = sum(|x| ** p) ** (1 / p) over each window of X. The rest is as in `max_pool`."""
     axes = _axes(X, _windows(X, **attributes), ceil_mode)
-    powers = np.abs(X) ** X.dtype.type(p)
-    return _fold(powers, axes, np.add, 0, finish=lambda sums: np.power(sums, sums.dtype.type(1 / p), out=sums))
+    x = widen_tensor(X)
+    claim(2 * x.nbytes)
+    powers = np.abs(x) ** x.dtype.type(p)
+    Y = _fold(powers, axes, np.add, 0, finish=lambda sums: np.power(sums, sums.dtype.type(1 / p), out=sums))
+    return cast(Y, X.dtype)
 
 
-def _windows(
-    X: Array,
-    *,
-    kernel_shape: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None,
-    dilations: Sequence[int] | None = None,
-    auto_pad: str = "NOTSET",
-) -> Windows:
+def _windows(X: Array, *, kernel_shape: Sequence[int] | None = None, **attributes: Any) -> Windows:
     if X.ndim < 3:
         raise ShapeMismatch(f"X has shape {list(X.shape)}, but must have 3 dimensions or more", tensor="X")
-    sizes = X.shape[2:]
-    return make_windows(sizes, sizes if kernel_shape is None else kernel_shape, strides, dilations, pads, auto_pad)
+    return make_windows(X.shape[2:], X.shape[2:] if kernel_shape is None else kernel_shape, **attributes)
 
 
 def _axes(X: Array, windows: Windows, ceil_mode: int) -> list[Axis]:

@@ -7,7 +7,7 @@ sequence of length 0 as in the LSTM. `_recurrent_pass.py` says how it is fast.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,7 @@ from service.dtypes import Array
 from service.errors import InvalidParameter, shown
 from service.kernels._op import check_work
 from service.kernels._recurrent_pass import Backward, Forward, run_pass
-from service.kernels._recurrent_plan import Direction, Plan, make_plan, multiply_adds
-
-_SLOPES = "dX dW dR dB dH0"
+from service.kernels._recurrent_plan import Plan, make_plan, multiply_adds
 
 
 class _Forward(Forward):
@@ -68,14 +66,7 @@ class _Backward(Backward):
 
 
 def rnn(
-    X: Array,
-    W: Array,
-    R: Array,
-    B: Array | None = None,
-    SL: Array | None = None,
-    H0: Array | None = None,
-    /,
-    **attributes: Any,
+    X: Array, W: Array, R: Array, B: Any = None, SL: Any = None, H0: Any = None, /, **attributes: Any
 ) -> tuple[Array, ...]:
     """Return HAll [S, D, N, H] and HFinal [D, N, H], from X [S, N, I], W [D, H, I], R [D, H, H], B [D, 2H], SL [N], H0.
 
@@ -88,35 +79,24 @@ def rnn(
 
 
 def rnn_grad(
-    X: Array,
-    W: Array,
-    R: Array,
-    SL: Array | None,
-    H0: Array | None,
-    HAll: Array,
-    dHAll: Array | None = None,
-    dHFinal: Array | None = None,
-    /,
-    *,
-    wanted: Collection[str] = _SLOPES.split(),
-    **attributes: Any,
+    X: Array, W: Array, R: Array, SL: Any, H0: Any, HAll: Array, dHAll: Any, dHFinal: Any, /, wanted: Any, **kind: Any
 ) -> tuple[Array, ...]:
     """Return dX, dW, dR, dB and dH0, or None for those not wanted, from the gradients of what `rnn` returned."""
-    plan, activations = _plan(X, W, R, SL, **attributes)
+    plan, activations = _plan(X, W, R, SL, **kind)
     given = {"X": X, "W": W, "R": R, "H0": H0, "HAll": HAll, "dHAll": dHAll, "dHFinal": dHFinal}
-    return run_pass(_Backward, plan, given, _SLOPES, wanted, activations=activations)
+    return run_pass(_Backward, plan, given, "dX dW dR dB dH0", wanted, activations=activations)
 
 
 def _plan(
     X: Array,
     W: Array,
     R: Array,
-    SL: Array | None,
+    SL: Any,
     *,
-    hidden_size: int | None = None,
-    direction: Direction = "forward",
-    activations: Sequence[str] | None = None,
-    clip: float | None = None,
+    hidden_size: Any = None,
+    direction: str = "forward",
+    activations: Any = None,
+    clip: Any = None,
 ) -> tuple[Plan, list[str]]:
     """Return the sizes, and the activation of each direction."""
     check_work("RNN", multiply_adds(X, W, R, SL))

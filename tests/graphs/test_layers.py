@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -12,10 +12,12 @@ from service.dtypes import BFLOAT16, FLOAT16, Array
 from service.errors import GradserveError, InvalidGraph
 from service.graphs.nodes import step_of
 from service.graphs.plan import Node
+from service.kernels.resize import resize_grad
 from tests.graphs.gradients.layers import LAYERS
 from tests.graphs.gradients.question import Question
 from tests.graphs.gradients.questions import QUESTIONS
 from tests.graphs.gradients.recurrent import RECURRENT
+from tests.graphs.test_nodes import reference
 
 ALL = QUESTIONS | LAYERS | RECURRENT
 each_layer = pytest.mark.parametrize("layer", (LAYERS | RECURRENT).values(), ids=LAYERS | RECURRENT)
@@ -103,8 +105,8 @@ X = np.ones((1, 4, 5, 5))
         ("MaxPool", [X], {"kernel_shape": [9, 1]}, "a window takes 9"),
         ("MaxPool", [X], {"kernel_shape": [1 << 30] * 2, "pads": [1 << 30] * 4}, "multiplications and additions"),
         ("AveragePool", [X[0, 0]], {"kernel_shape": []}, "must have 3 dimensions or more"),
-        ("LayerNormalization", [X, np.ones(4)], {}, r"scale has shape \[4\], which cannot be broadcast to \[5\]"),
-        ("GroupNormalization", [X, np.ones(4), np.ones(4)], {"num_groups": 3}, "3 groups of channels"),
+        ("LayerNormalization", [X, np.ones(5)], {"axis": 4}, r"axis 4 is not in \[-4, 3\]"),
+        ("GroupNormalization", [X, np.ones(4), np.ones(4)], {"num_groups": 3}, "channels, in 3 groups"),
         ("InstanceNormalization", [X, np.ones(3), np.ones(3)], {}, r"scale has shape \[3\], but must have \[4\]"),
     ],
 )
@@ -126,3 +128,52 @@ def test_what_recurrent_nodes_cannot_do_is_refused(op: str, attributes: dict[str
     given = [one.astype(np.float32) for one in RECURRENT[f"{op} forward"].inputs[:3] if one is not None]
     with pytest.raises(GradserveError, match=detail):
         run(op, *given, **attributes)
+
+
+RESIZES: list[dict[str, Any]] = [
+    {"mode": mode, "coordinate_transformation_mode": places, "nearest_mode": rounding}
+    for mode in ("nearest", "linear", "cubic")
+    for places in get_args(get_type_hints(resize_grad)["coordinate_transformation_mode"])
+    for rounding in (get_args(get_type_hints(resize_grad)["nearest_mode"]) if mode == "nearest" else ["floor"])
+] + [{"mode": "cubic", "exclude_outside": 1, "cubic_coeff_a": -0.5}]
+
+
+def test_resize_fits_its_gradient_in_every_mode() -> None:
+    """The gradient has answers of ONNX Runtime and PyTorch in tests/golden."""
+    image, crop = np.random.default_rng(2).normal(size=(1, 4, 6)), np.array([0, 0.2, -0.3, 1, 0.9, 1.2])
+    for attributes in RESIZES:
+        roi = crop if attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize" else None
+        for scales in (np.array([1, 1.75, 0.5], np.float32), np.array([1, 0.6, 2.5], np.float32)):
+            Y = run("Resize", image, roi, scales, **attributes)
+            dY = np.random.default_rng(3).normal(size=Y.shape)
+            dX = resize_grad(dY, image, roi, scales, **attributes)
+            assert float((dX * image).sum()) == pytest.approx(float((dY * Y).sum()), abs=1e-9), attributes
+
+
+def test_what_lies_outside_of_a_crop_gets_the_extrapolation_value() -> None:
+    options: dict[str, Any] = {
+        "mode": "linear",
+        "coordinate_transformation_mode": "tf_crop_and_resize",
+        "extrapolation_value": 9.0,
+    }
+    Y = run("Resize", np.array([1.0, 2, 3]), np.array([-1.0, 1]), np.array([5 / 3]), **options)
+    assert Y.tolist() == [9, 9, 1, 2, 3]
+
+
+def test_resize_of_integers_and_of_kept_ratios() -> None:
+    pixels = np.arange(6, dtype=np.uint8).reshape(1, 2, 3)
+    for policy in ("stretch", "not_larger", "not_smaller"):
+        given = pixels, None, None, np.array([4, 9])
+        options: dict[str, Any] = {
+            "keep_aspect_ratio_policy": policy,
+            "axes": [1, 2],
+            "coordinate_transformation_mode": "asymmetric",
+        }
+        got, expected = run("Resize", *given, **options), reference("Resize", *given, **options)
+        assert (got.dtype, got.tolist()) == (np.uint8, expected.tolist())
+    with pytest.raises(GradserveError, match="X is uint8, but must have floats"):
+        run("Resize", pixels, None, np.array([1.0, 2, 2]), mode="linear")
+    with pytest.raises(GradserveError, match=r"The sizes are \[1, 0, 3\], but must be 1 or more"):
+        run("Resize", pixels, None, np.array([1.0, 0.4, 1]))
+    with pytest.raises(GradserveError, match="Resize needs elements, and the input 'scales' or 'sizes'"):
+        run("Resize", pixels)

@@ -179,6 +179,10 @@ QUESTIONS: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("Mod", [FLOATS, FLOATS[0]], {"fmod": 1}),
     ("IsInf", [np.array([np.inf, -np.inf, 1], np.float32)], {"detect_positive": 0}),
     ("ConstantOfShape", [ints(2, 3)], {}),
+    ("EyeLike", [FLOATS], {}),
+    ("EyeLike", [FLOATS], {"k": 2, "dtype": 7}),
+    ("EyeLike", [FLOATS], {"k": -1, "dtype": 9}),
+    ("EyeLike", [FLOATS], {"k": 9}),
     *(
         (f"Reduce{kind}", [np.abs(CUBE), ints(0, -1)], {"keepdims": 0})
         for kind in ("Sum", "Mean", "Max", "Min", "Prod")

@@ -18,6 +18,7 @@ from service.graphs.plan import Node
 from service.kernels import OPERATORS
 from service.kernels.normalization import group_normalization_grad
 from service.kernels.pool import average_pool_grad, max_pool_grad
+from service.kernels.resize import resize_grad
 
 
 def call(tape: Tape, node: Node, operator: str, *inputs: str, **attributes: Any) -> Any:
@@ -71,6 +72,14 @@ def lp_pool(tape: Tape, node: Node, dY: str) -> Sequence[str]:
     return [tape.call(gradient, dY, node.inputs[0], node.outputs[0])]
 
 
+@rule("Resize")
+def resize(tape: Tape, node: Node, dY: str) -> Sequence[str]:
+    def gradient(dY: Array, shape: tuple[int, ...], *given: Array | None) -> Array:
+        return resize_grad(dY, np.broadcast_to(dY.dtype.type(0), shape), *given, **node.attributes)
+
+    return [tape.call(gradient, dY, tape.shape(node.inputs[0]), *node.inputs[1:3])]
+
+
 @rule("BatchNormalization", outputs=5)
 def batch_normalization(tape: Tape, node: Node, dY: str, *others: str) -> Sequence[str]:
     _refuse(node, others)
@@ -101,8 +110,7 @@ def layer_normalization(tape: Tape, node: Node, dY: str, *others: str) -> Sequen
 
 @rule("InstanceNormalization", "GroupNormalization", outputs=3)
 def group_normalization(tape: Tape, node: Node, dY: str, *_: str) -> Sequence[str]:
-    function = partial(group_normalization_grad, num_groups=node.attributes.get("num_groups"))
-    gradients: Sequence[str] = tape.call(function, dY, *node.inputs[:2], *node.outputs[1:], outputs=3)
+    gradients: Sequence[str] = tape.call(group_normalization_grad, dY, *node.inputs[:2], *node.outputs[1:], outputs=3)
     return gradients
 
 

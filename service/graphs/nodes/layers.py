@@ -17,9 +17,12 @@ from service.kernels import OPERATORS
 from service.kernels.batch_norm import batch_norm_internal
 from service.kernels.conv import conv, conv_transpose
 from service.kernels.losses import negative_log_likelihood_loss_internal
-from service.kernels.normalization import group_normalization, layer_normalization, simplified_layer_normalization
+from service.kernels.normalization import group_normalization, layer_normalization
 from service.kernels.pool import average_pool, lp_pool, max_pool
+from service.kernels.resize import resize
 from service.kernels.softmax import softmax_13
+
+RMS_NORM = partial(layer_normalization, centered=False)
 
 LAYERS: dict[str, tuple[Callable[..., Any], str, dict[str, int]]] = {
     "Conv": (conv, "ConvGrad", {}),
@@ -29,8 +32,9 @@ LAYERS: dict[str, tuple[Callable[..., Any], str, dict[str, int]]] = {
     "LpPool": (lp_pool, "MaxPoolGrad", {"p": 2}),
     "GlobalLpPool": (lp_pool, "MaxPoolGrad", {"p": 2}),
     "LayerNormalization": (layer_normalization, "LayerNormalizationGrad", {}),
-    "SimplifiedLayerNormalization": (simplified_layer_normalization, "SimplifiedLayerNormalizationGrad", {}),
-    "RMSNormalization": (simplified_layer_normalization, "SimplifiedLayerNormalizationGrad", {}),
+    "SimplifiedLayerNormalization": (RMS_NORM, "SimplifiedLayerNormalizationGrad", {}),
+    "RMSNormalization": (RMS_NORM, "SimplifiedLayerNormalizationGrad", {}),
+    "Resize": (resize, "ResizeGrad", {}),
     "Softmax": (softmax_13, "SoftmaxGrad_13", {}),
     "LogSoftmax": (partial(softmax_13, logarithms=True), "LogSoftmaxGrad_13", {}),
     "InstanceNormalization": (group_normalization, "BatchNormalizationGrad", {}),

@@ -11,7 +11,7 @@ import numpy as np
 
 from service.dtypes import FLOAT32, INT64, Array, DType
 from service.errors import InvalidTensor, ShapeMismatch, shown
-from service.graphs.nodes.table import Function, maker
+from service.graphs.nodes.table import Function, dtype_of, maker
 from service.graphs.plan import Node
 from service.kernels import OPERATORS, claim, spare_memory
 
@@ -210,6 +210,20 @@ def _constant_of_shape(node: Node) -> Function:
         return out
 
     return fill
+
+
+@maker("EyeLike")
+def _eye_like(node: Node) -> Function:
+    offset, number = node.attributes.get("k", 0), node.attributes.get("dtype")
+
+    def eye(data: Array) -> Array:
+        height, width = data.shape
+        out = new(data.shape, data.dtype if number is None else dtype_of(number))
+        out[...] = 0
+        np.fill_diagonal(out[min(max(0, -offset), height) :, min(max(0, offset), width) :], 1)
+        return out
+
+    return eye
 
 
 @maker("Range")

@@ -166,3 +166,42 @@ layer(
     num_groups=2,
     opset=18,
 )
+
+
+def resized(case: str, size: tuple[int, ...], torch_mode: str, mode: str, places: str, **options: Any) -> None:
+    """Add a Resize of an image, to a size, or by scales that give the size."""
+    X = numbers(1, 2, 4, 6) if len(size) == 2 else numbers(1, 2, *range(3, 3 + len(size)))
+    by_sizes = None, None, np.array([1, 2, *size])
+    by_scales = None, np.array([1, 1, *(new / old for new, old in zip(size, X.shape[2:], strict=True))])
+    more = {"align_corners": places == "align_corners"} if "nearest" not in torch_mode else {}
+    layer(
+        f"Resize {case}",
+        lambda X, *_: F.interpolate(X, size, mode=torch_mode, **more),
+        X,
+        *(by_scales if options.pop("scaled", False) else by_sizes),
+        frozen=[2],
+        mode=mode,
+        coordinate_transformation_mode=places,
+        **options,
+    )
+
+
+resized("nearest", (8, 3), "nearest", "nearest", "asymmetric", nearest_mode="floor", scaled=True)
+resized("nearest to odd sizes", (7, 4), "nearest", "nearest", "asymmetric", nearest_mode="floor")
+resized("nearest and exact", (7, 9), "nearest-exact", "nearest", "half_pixel", nearest_mode="round_prefer_ceil")
+resized("linear", (8, 3), "bilinear", "linear", "half_pixel", scaled=True)
+resized("linear at the corners", (7, 3), "bilinear", "linear", "align_corners")
+resized("linear of one axis", (5,), "linear", "linear", "pytorch_half_pixel")
+resized("linear of three axes", (4, 6, 3), "trilinear", "linear", "half_pixel")
+resized("cubic", (7, 3), "bicubic", "cubic", "half_pixel")
+resized("cubic at the corners", (7, 9), "bicubic", "cubic", "align_corners")
+layer(
+    "Resize of two axes",
+    lambda X, *_: F.interpolate(X, (8, 6), mode="bilinear"),
+    numbers(1, 2, 4, 6),
+    None,
+    np.array([2.0, 1.0]),
+    frozen=[2],
+    mode="linear",
+    axes=[2, 3],
+)
