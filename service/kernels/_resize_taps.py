@@ -51,13 +51,14 @@ class Kind:
     nearest_mode: str = "round_prefer_floor"
     cubic_coeff_a: float = -0.75
     exclude_outside: int = 0
+    antialias: int = 0
 
     def taps(
         self, old: Shape, new: Shape, axes: Sequence[int], scales: Sequence[float], roi: Array | None
     ) -> dict[int, Taps]:
         """Return the taps of each axis that changes. `old` and `new` are the shapes of X and Y."""
-        if self.exclude_outside and self.mode != "cubic":
-            problem = f"exclude_outside is 1, but must be 0 in mode {self.mode}"
+        if self.exclude_outside and self.mode != "cubic" and not self.antialias:
+            problem = f"exclude_outside is 1, but must be 0 in mode {self.mode} without antialias"
             raise InvalidParameter(problem, parameter="exclude_outside")
         crop = _crop(roi, len(axes)) if self.coordinate_transformation_mode == "tf_crop_and_resize" else None
         dtype = FLOAT32 if self.mode == "nearest" else FLOAT64
@@ -68,25 +69,33 @@ class Kind:
                 scale = dtype.type(scales[place])
             if not math.prod(new) or new == old or (scale == 1 and size == count):
                 continue
-            claim(TAP_BYTES * count)
+            stretch = max(1.0, 1 / float(scale)) if self.antialias and self.mode != "nearest" else 1.0
+            claim(int(TAP_BYTES * stretch * count))
             section = None if crop is None else (crop[place], crop[place + len(axes)])
             with np.errstate(all="ignore"):
                 x = _places(
                     self.coordinate_transformation_mode, size, count, scale, section, np.arange(count, dtype=dtype)
                 )
                 outside = (x < 0) | (x > size - 1) if section else np.zeros(count, np.bool_)
-                places, weights = self._weigh(np.clip(np.nan_to_num(x), -2, size + 1), size)
+                places, weights = self._weigh(np.clip(np.nan_to_num(x), -2, size + 1), size, stretch)
             weights[outside] = 0
             taps[axis] = np.clip(places, 0, size - 1).astype(INT64), weights, outside
         return taps
 
-    def _weigh(self, x: Array, size: int) -> tuple[Array, Array]:
+    def _weigh(self, x: Array, size: int, stretch: float) -> tuple[Array, Array]:
         """Return the places in X around each of `x`, and their weights."""
         if self.mode == "nearest":
             return _ROUND[self.nearest_mode](x)[:, None], np.ones((len(x), 1))
-        if self.mode == "linear":
+        if self.mode == "linear" and stretch == 1:
             return _linear(np.clip(x, 0, size - 1))
-        return _cubic(x, self.cubic_coeff_a, size if self.exclude_outside else None)
+        reach = math.ceil((1 if self.mode == "linear" else 2) * stretch)
+        places = np.floor(x)[:, None] + np.arange(1 - reach, reach + 1)
+        far = np.abs(x[:, None] - places) / stretch
+        weights = np.maximum(0, 1 - far) if self.mode == "linear" else _keys(far, self.cubic_coeff_a)
+        if self.exclude_outside or stretch > 1:
+            weights *= (places >= 0) & (places < size)
+            weights /= weights.sum(axis=1, keepdims=True)
+        return places, weights
 
 
 def _crop(roi: Array | None, count: int) -> list[float]:
@@ -129,14 +138,7 @@ def _linear(x: Array) -> tuple[Array, Array]:
     return np.stack([low, low + 1], axis=1), np.stack([1 - (x - low), x - low], axis=1)
 
 
-def _cubic(x: Array, a: float, within: int | None) -> tuple[Array, Array]:
-    """Return four neighbours each, with the weights of Keys' cubic convolution, over those `within` a size if given."""
-    low = np.floor(x)
-    places = low[:, None] + np.arange(-1, 3)
-    far = np.abs(x[:, None] - places)
+def _keys(far: Array, a: float) -> Array:
+    """Return the weights of Keys' cubic convolution."""
     near = ((a + 2) * far - (a + 3)) * far**2 + 1
-    weights = np.where(far <= 1, near, ((a * far - 5 * a) * far + 8 * a) * far - 4 * a)
-    if within is not None:
-        weights *= (places >= 0) & (places < within)
-        weights /= weights.sum(axis=1, keepdims=True)
-    return places, weights
+    return np.where(far <= 1, near, np.where(far < 2, ((a * far - 5 * a) * far + 8 * a) * far - 4 * a, 0))

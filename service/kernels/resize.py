@@ -53,7 +53,7 @@ def resize_grad(
     exclude_outside: Bit = 0,
     extrapolation_value: float = 0.0,
     axes: list[int] | None = None,
-    antialias: Literal[0] = 0,
+    antialias: Bit = 0,
     keep_aspect_ratio_policy: Literal["stretch", "not_larger", "not_smaller"] = "stretch",
 ) -> Rank4[T]:
     """dX is the gradient of X in Y = Resize(X, roi, scales), from that of Y.
@@ -62,10 +62,10 @@ def resize_grad(
     Resize's own. `scales` has a number for each axis, or for each of `axes`; left out or empty, they are the ratios of
     the sizes of dY and X. An axis of scale 1 is left as it is, and so is a tensor of unchanged shape. `roi` has the
     starts and then the ends; only tf_crop_and_resize needs it. Places outside get nothing there, so
-    `extrapolation_value` changes nothing, and neither does `keep_aspect_ratio_policy`. `antialias` must be 0, and
-    `exclude_outside` is for cubic only. ONNX Runtime has no such kernel on CPUs. nearest computes places in float32, as
-    Resize does there. Raises `ShapeMismatch`, `InvalidTensor`, `InvalidParameter`, `AxisOutOfRange` and
-    `MissingTensor`.
+    `extrapolation_value` changes nothing, and neither does `keep_aspect_ratio_policy`. `antialias` stretches the filter
+    of linear and cubic where X shrinks, and leaves out what is outside. `exclude_outside` is for cubic and `antialias`
+    only. ONNX Runtime has no such kernel on CPUs. nearest computes places in float32, as Resize does there. Raises
+    `ShapeMismatch`, `InvalidTensor`, `InvalidParameter`, `AxisOutOfRange` and `MissingTensor`.
     """
     if dY.ndim != X.ndim:
         raise ShapeMismatch(f"dY has shape {list(dY.shape)}, but must have the rank of X, {X.ndim}", tensor="dY")
@@ -73,7 +73,7 @@ def resize_grad(
     given = _given_scales(dY, X, chosen, scales)
     if scales is not None and scales.size and coordinate_transformation_mode != "tf_crop_and_resize":
         _check_sizes(dY, X, chosen, given)
-    kind = Kind(mode, coordinate_transformation_mode, nearest_mode, cubic_coeff_a, exclude_outside)
+    kind = Kind(mode, coordinate_transformation_mode, nearest_mode, cubic_coeff_a, exclude_outside, antialias)
     taps = kind.taps(X.shape, dY.shape, chosen, given, roi)
     result = compute_wide({"dX": X.shape}, X.dtype, lambda memory: _run(csc_matvecs, dY, memory["dX"], taps))
     return result["dX"]  # type: ignore[return-value]
@@ -89,7 +89,6 @@ def resize(
     axes: Sequence[int] | None = None,
     keep_aspect_ratio_policy: str = "stretch",
     extrapolation_value: float = 0.0,
-    antialias: Literal[0] = 0,
     **kind: Any,
 ) -> Array:
     """Return Y = Resize(X, roi, scales, sizes), as ONNX defines it, with the attributes of ResizeGrad.

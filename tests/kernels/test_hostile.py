@@ -21,10 +21,9 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from service.dtypes import BOOL, DTYPES, Array, DType
-from service.engine import engine as engine_module
 from service.engine.engine import Engine
 from service.errors import Busy, GradserveError, InvalidParameter, ShapeMismatch
-from service.kernels import OPERATORS, Attribute, Operator, Workspace, workspace
+from service.kernels import OPERATORS, Attribute, Operator, Workspace, _op, workspace
 from service.kernels._blocks import new_output
 from service.kernels._op import op
 from service.kernels._types import Flag, Group, Positive, T
@@ -351,7 +350,7 @@ def dtypes_of(call: Call, output: str) -> Collection[DType | None]:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    monkeypatch.setattr(engine_module, "MAX_MULTIPLY_ADDS", WORK)
+    monkeypatch.setattr(_op, "MAX_MULTIPLY_ADDS", WORK)
     made = Engine(threads=2, limits=Limits(MAX_TENSOR_BYTES), reuse_bytes=0)
     yield made
     made.pool.close()

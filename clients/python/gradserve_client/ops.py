@@ -4335,7 +4335,7 @@ class Ops:
         exclude_outside: Literal[0, 1] = 0,
         extrapolation_value: float = 0.0,
         axes: Sequence[int] | None = None,
-        antialias: Literal[0] = 0,
+        antialias: Literal[0, 1] = 0,
         keep_aspect_ratio_policy: Literal["stretch", "not_larger", "not_smaller"] = "stretch",
         into: None = None,
     ) -> Array: ...
@@ -4363,7 +4363,7 @@ class Ops:
         exclude_outside: Literal[0, 1] = 0,
         extrapolation_value: float = 0.0,
         axes: Sequence[int] | None = None,
-        antialias: Literal[0] = 0,
+        antialias: Literal[0, 1] = 0,
         keep_aspect_ratio_policy: Literal["stretch", "not_larger", "not_smaller"] = "stretch",
         into: Into,
         **add: Unpack[Adding],
@@ -4391,7 +4391,7 @@ class Ops:
         exclude_outside: Literal[0, 1] = 0,
         extrapolation_value: float = 0.0,
         axes: Sequence[int] | None = None,
-        antialias: Literal[0] = 0,
+        antialias: Literal[0, 1] = 0,
         keep_aspect_ratio_policy: Literal["stretch", "not_larger", "not_smaller"] = "stretch",
         into: Into | None = None,
         **add: Unpack[Adding],
@@ -4402,9 +4402,10 @@ class Ops:
         are Resize's own. `scales` has a number for each axis, or for each of `axes`; left out or empty, they are the
         ratios of the sizes of dY and X. An axis of scale 1 is left as it is, and so is a tensor of unchanged shape.
         `roi` has the starts and then the ends; only tf_crop_and_resize needs it. Places outside get nothing there, so
-        `extrapolation_value` changes nothing, and neither does `keep_aspect_ratio_policy`. `antialias` must be 0, and
-        `exclude_outside` is for cubic only. ONNX Runtime has no such kernel on CPUs. nearest computes places in
-        float32, as Resize does there.
+        `extrapolation_value` changes nothing, and neither does `keep_aspect_ratio_policy`. `antialias` stretches the
+        filter of linear and cubic where X shrinks, and leaves out what is outside. `exclude_outside` is for cubic and
+        `antialias` only. ONNX Runtime has no such kernel on CPUs. nearest computes places in float32, as Resize does
+        there. Raises `ShapeMismatch`, `InvalidTensor`, `InvalidParameter`, `AxisOutOfRange` and `MissingTensor`.
 
         dY, X: float32, float16, bfloat16, float64, all alike.
         roi (optional): float32, float16, bfloat16, float64.

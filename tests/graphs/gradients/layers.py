@@ -174,6 +174,7 @@ def resized(case: str, size: tuple[int, ...], torch_mode: str, mode: str, places
     by_sizes = None, None, np.array([1, 2, *size])
     by_scales = None, np.array([1, 1, *(new / old for new, old in zip(size, X.shape[2:], strict=True))])
     more = {"align_corners": places == "align_corners"} if "nearest" not in torch_mode else {}
+    more |= {"antialias": True} if "antialias" in options else {}
     layer(
         f"Resize {case}",
         lambda X, *_: F.interpolate(X, size, mode=torch_mode, **more),
@@ -195,6 +196,9 @@ resized("linear of one axis", (5,), "linear", "linear", "pytorch_half_pixel")
 resized("linear of three axes", (4, 6, 3), "trilinear", "linear", "half_pixel")
 resized("cubic", (7, 3), "bicubic", "cubic", "half_pixel")
 resized("cubic at the corners", (7, 9), "bicubic", "cubic", "align_corners")
+smooth = {"antialias": 1, "exclude_outside": 1}
+resized("linear and smooth", (3, 9), "bilinear", "linear", "half_pixel", **smooth)
+resized("cubic and smooth", (3, 2), "bicubic", "cubic", "half_pixel", cubic_coeff_a=-0.5, **smooth)
 layer(
     "Resize of two axes",
     lambda X, *_: F.interpolate(X, (8, 6), mode="bilinear"),
