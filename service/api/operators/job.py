@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from service.api.operators.onnx_names import ONNX, ONNX_RUNTIME
 from service.buffers.epochs import check_contributor
@@ -130,24 +130,18 @@ def unknown_operator(name: str) -> UnknownOperator:
     return UnknownOperator(f"{fault}.{hint} GET /v1/ops lists all", op=name)
 
 
-class BufferQuery(Protocol):
-    """The parameters of a request that name buffers, as its model has them."""
-
-    weight: float | None
-    epoch: int | None
-    contributor: str | None
-    reduce: Literal["sum", "mean"] | None
-
-
 def buffers_of(
     operator: Operator,
     sources: Sequence[str],
     into: Sequence[str],
     sets: Sequence[str],
-    query: BufferQuery,
+    query: Any,
     timeout: float | None = None,
 ) -> BufferUse:
-    """Parse the buffers of a request from `tensor:buffer`. Raises `InvalidParameter` and `DtypeMismatch`."""
+    """Parse the buffers of a request from `tensor:buffer`. Raises `InvalidParameter` and `DtypeMismatch`.
+
+    `query` is the model with weight, epoch, contributor and reduce.
+    """
     for name in () if into else ("weight", "epoch", "contributor"):
         if getattr(query, name) is not None:
             raise InvalidParameter(f"{name} is only for outputs that into= adds to a buffer", parameter=name)
@@ -159,21 +153,16 @@ def buffers_of(
     if not (sources or into or sets):
         return NO_BUFFERS
     targets = uses_of([*(("into", text) for text in into), *(("set", text) for text in sets)], operator.outputs)
-    for target in targets:
-        _check_fits(operator, target.tensor)
+    for name in [target.tensor for target in targets]:
+        output = next(one for one in operator.outputs if one.name in (name, name.partition(".")[0]))
+        if not fits_a_buffer(output):
+            raise DtypeMismatch(f"{name} is {' or '.join(output.kind.dtypes)}, but a buffer holds floats", tensor=name)
     _check_apart("set" if sets else "into", targets)
     if query.contributor is not None:
         check_contributor(query.contributor)
     weight = 1.0 if query.weight is None else query.weight
     mean = query.reduce == "mean"
     return BufferUse(inputs, targets, weight, query.epoch, query.contributor, mean, timeout or 0.0)
-
-
-def _check_fits(operator: Operator, name: str) -> None:
-    """Raise `DtypeMismatch` unless the output, a group or a tensor in one, can go to a buffer."""
-    output = next(one for one in operator.outputs if one.name in (name, name.partition(".")[0]))
-    if not fits_a_buffer(output):
-        raise DtypeMismatch(f"{name} is {' or '.join(output.kind.dtypes)}, but a buffer holds floats", tensor=name)
 
 
 def _check_apart(parameter: str, targets: Sequence[Use]) -> None:

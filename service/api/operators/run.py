@@ -108,7 +108,7 @@ async def _attempt(
     if outcome is None:
         kept = b"" if computed.key is None else kept_of(answered)
         failpoints.hit("computed")
-        states = [] if kept else [state for _, state in computed.sources.states]
+        states = [] if kept else [*computed.sources.states.values()]
         outcome = await call.submit(computed.changes, computed.key, states, answer=kept, by_prefix=use.by_prefix)
         if outcome.answer:
             answered = _restored(call, job, outcome.answer)
@@ -270,6 +270,6 @@ def _beyond_body(call: Call, job: Job) -> Reserve:
 
 def _check_unchanged(now: Sources, before: Sequence[str], receipts: Mapping[str, Receipt]) -> None:
     """Raise `EpochGone` if a source has changed since the original request, which read the states `before`."""
-    for (buffer, state), old in zip(now.states, before, strict=False):  # a first request has no `before`
+    for (use, state), old in zip(now.states.items(), before, strict=False):  # a first request has no `before`
         if old != state:
-            raise counted_once(f"its input, the buffer {buffer!r}, has changed since", receipts)
+            raise counted_once(f"its input, the buffer {use.buffer!r}, has changed since", receipts)

@@ -21,16 +21,13 @@ from service.kernels.accumulate import converted
 
 
 class Sources(NamedTuple):
-    """The inputs that buffers hold, and the buffers' states."""
+    """The inputs that buffers hold, and the state of the buffer of each."""
 
-    tensors: Mapping[str, Array]
-    states: Sequence[tuple[str, str]]
-    """The buffer and the state of each input."""
-    running: Mapping[str, str]
-    """The state of each buffer that was read as it runs."""
+    tensors: Mapping[str, Array] = {}
+    states: Mapping[Use, str] = {}
 
 
-NO_SOURCES = Sources({}, (), {})
+NO_SOURCES = Sources()
 
 
 def expanded(call: Call, job: Job, uses: Sequence[Use]) -> list[Use]:
@@ -71,11 +68,7 @@ def read(call: Call, job: Job) -> Sources:
         found = _snapshots(call, [use.buffer for use in chosen], epoch, 2 if job.buffers.mean else 1)
         snapshots.update(zip(chosen, found, strict=True))
     states = {use: snapshots[use].state for use in uses}
-    return Sources(
-        {use.tensor: _value(snapshots.pop(use), job.buffers.mean) for use in uses},
-        [(use.buffer, state) for use, state in states.items()],
-        {use.buffer: state for use, state in states.items() if use.epoch is None},
-    )
+    return Sources({use.tensor: _value(snapshots.pop(use), job.buffers.mean) for use in uses}, states)
 
 
 def _snapshots(call: Call, names: Sequence[str], epoch: int | None, copies: int) -> list[Snapshot]:

@@ -22,7 +22,7 @@ from service.errors import DtypeMismatch, InvalidParameter
 def changes_of(call: Call, job: Job, outputs: Mapping[str, Any], sources: Sources) -> list[Change]:
     """Return the changes of the buffers that outputs go to. Raises `DtypeMismatch` and `InvalidParameter`."""
     use, changes, match = job.buffers, dict[str, Change](), match_of(call)
-    states = {**sources.running} if use.overwrites else {}
+    states = {one.buffer: state for one, state in sources.states.items() if use.overwrites and one.epoch is None}
     for tensor, output in outputs.items():
         target = use.target_of(tensor)
         if target is None:
