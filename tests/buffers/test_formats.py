@@ -16,7 +16,7 @@ from service.buffers.lmdb import LmdbStore
 from service.buffers.packed import FORMAT, READABLE
 from service.errors import EpochGone, StoreFailed
 from tests.buffers.calls import add, value
-from tests.buffers.formats.make import CALLS, HERE, LAST, send
+from tests.buffers.formats.make import CALLS, GRAPHS, HERE, LAST, MODEL, send
 from tests.buffers.postgres import Schema
 from tests.buffers.stores import MAX_BYTES, entries_of, wrong
 from tests.commands import called
@@ -142,7 +142,7 @@ def test_a_store_that_is_read_holds_what_was_put_in(tmp_path: Path, name: str) -
     assert wrong(path) == []
     assert f", format {MADE[name]}\n" in called("doctor", "--store", f"lmdb:{path}")[1]
     with serving(store=f"lmdb:{path}", idempotency_seconds=1e9) as url:
-        check_content(url)
+        check_content(url, MADE[name])
     assert wrong(path) == []
     assert f", format {FORMAT}\n" in called("doctor", "--store", f"lmdb:{path}")[1]
 
@@ -152,7 +152,7 @@ def test_tables_that_are_read_hold_what_was_put_in(tmp_path: Path, postgres_url:
     schema = restored(name, tmp_path, postgres_url)
     assert problems(schema, MADE[name]) == []
     with serving(store=postgres_url, postgres_schema=schema.name, idempotency_seconds=1e9) as url:
-        check_content(url)
+        check_content(url, MADE[name])
     assert schema.faults() == []
     assert problems(schema, FORMAT) == []
     schema.drop()
@@ -165,17 +165,17 @@ def problems(schema: Schema, number: int) -> list[str]:
     return [line for line in lines if line.startswith("WRONG")]
 
 
-def check_content(url: str) -> None:
+def check_content(url: str, number: int) -> None:
     """Check all that a server answers from a store that `CALLS` have made, with another version perhaps."""
     with httpx.Client(base_url=url) as client:
 
         def data(path: str) -> object:
             return client.get(f"/v1/buffers/{path}").raise_for_status().json()["value"]["data"]
 
-        for call in CALLS:
+        for call in (*CALLS, *(GRAPHS if number > 6 else [])):
             if call.key is not None:
                 answer = send(client, call)
-                assert answer.status_code == 200, (call, answer.text)
+                assert answer.status_code == (201 if call.method == "PUT" else 200), (call, answer.text)
                 assert answer.headers["Idempotency-Replayed"] == "true"
         assert data("weight/value?epoch=0") == [2, 4, 6]
         assert data("weight/value") == [1, 2, 3]
@@ -192,6 +192,12 @@ def check_content(url: str) -> None:
         assert data("bias/value") == [3.5, 0.5]
         assert data("table/value") == [[8, 10], *[[2, 2]] * 39_998, [5, 6]]
         assert data("weight/value?epoch=1") == [2, 3, 4]
+        graphs = [each["name"] for each in client.get("/v1/graphs").json()["graphs"]]
+        assert graphs == ([] if number == 6 else ["g"])
+        if graphs:
+            assert client.get("/v1/graphs/g/model").content == MODEL
+            assert data("g.p.w/value") == [1.5, 2.5]
+            assert client.post("/v1/graphs/g", json={"x": [1, 2]}).json()["y"]["data"] == [2, 6]
 
 
 def test_a_new_store_is_made_like_that_of_this_format(tmp_path: Path, postgres_url: str) -> None:
@@ -200,7 +206,7 @@ def test_a_new_store_is_made_like_that_of_this_format(tmp_path: Path, postgres_u
     new, other = tmp_path / "new", Schema(postgres_url)
     for options in ({"store": f"lmdb:{new}"}, {"store": postgres_url, "postgres_schema": other.name}):
         with serving(**options) as url, httpx.Client(base_url=url) as client:
-            for call in CALLS:
+            for call in (*CALLS, *GRAPHS):
                 assert send(client, call).is_success
     assert entries_of(new).keys() == entries_of(path).keys()
     assert packed_in(new) == packed_in(path)
@@ -216,7 +222,7 @@ def packed_in(path: Path) -> list[str]:
     """Return the JSON in the databases of an LMDB store, with 0 for every number."""
     found = []
     with lmdb.open(str(path), max_dbs=9, readonly=True) as env, env.begin() as txn:
-        for name in (b"buffers", b"pushes", b"values"):
+        for name in (b"buffers", b"pushes", b"values", b"graphs"):
             for key, sealed in txn.cursor(env.open_db(name, txn, create=False)):
                 data = bytes(sealed)[16 if name == b"pushes" else 0 : -8]  # without its checksum
                 if name == b"values":
@@ -251,6 +257,7 @@ def tables_of(schema: Schema) -> dict[str, object]:
             for query in (
                 "select substr(record, 1, length(record) - 8) from buffers order by name",  # without the checksum
                 "select record from pushes",
+                "select substr(record, 1, length(record) - 8) from graphs",
             )
             for (record,) in schema.ask(query)
         ],

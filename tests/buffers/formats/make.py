@@ -10,6 +10,7 @@ that it does not know yet: the output shows the status of each.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -31,7 +32,7 @@ HERE = Path(__file__).parent
 
 
 class Call(NamedTuple):
-    """A request to `/v1/buffers`. Its text is that of its idempotency key, too."""
+    """A request to `/v1/buffers`, or to another path of `/v1`."""
 
     method: str
     path: str
@@ -63,15 +64,29 @@ CALLS = [
 ]
 """What a store of each format is made by. The sum of the table has chunks of its own, and its rows wait for it."""
 
+MODEL = base64.b64decode(
+    "CAg6RAoOCgF4CgF3EgF5IgNNdWwSAWcqEQgCEAFCAXdKCAAAAEAAAEBAWg0KAXgSCAoGCAESAgoAYg0KAXkSCAoGCAESAgoAQgQKABAR"
+)
+"""The model of y = w * x, with the parameter w = [2, 3]."""
+
+GRAPHS = [
+    Call("PUT", "/v1/graphs/g?set=parameters:g.p.*", MODEL, "graph"),
+    Call("POST", "/v1/ops/SGDOptimizer?from=W:g.p.w&set=NW:g.p.w", {"ETA": 0.5, "G": [1, 1]}, "step"),
+]
+"""What stores of format 7 and later have besides: a graph, and a step whose small output stays with its key."""
+
 LAST = _pushed(2, {"weight": [1, 1, 1]})
 """The part that completes the push."""
 
 
 def send(client: httpx.Client, call: Call) -> httpx.Response:
     """Send the same bytes for the same call, whatever the version of the server and of httpx."""
-    body = b"" if call.body is None else json.dumps(call.body).encode()
-    headers = {"Content-Type": "application/json", **({} if call.key is None else {"Idempotency-Key": call.key})}
-    return client.request(call.method, f"/v1/buffers{call.path}", content=body, headers=headers)
+    is_model, path = isinstance(call.body, bytes), call.path if "/v1/" in call.path else f"/v1/buffers{call.path}"
+    body = call.body if is_model else b"" if call.body is None else json.dumps(call.body).encode()
+    headers = {"Content-Type": "application/octet-stream" if is_model else "application/json"}
+    if call.key is not None:
+        headers["Idempotency-Key"] = call.key
+    return client.request(call.method, path, content=body, headers=headers)
 
 
 @contextmanager
@@ -98,7 +113,7 @@ def _environment(checkout: Path) -> dict[str, str]:
 
 def _fill(checkout: Path, store: str) -> None:
     with _serving(checkout, store) as client:
-        for call in CALLS:
+        for call in (*CALLS, *GRAPHS):
             sys.stdout.write(f"{send(client, call).status_code} {call.method} {call.path}\n")
         time.sleep(3)  # until the large part of the push is folded, and other work after a commit is done
 
