@@ -98,6 +98,18 @@ def test_what_a_key_answers_comes_back(known: Known) -> None:
     assert unpack_known(pack_known(known), [] if known.by_prefix else [*known.receipts]) == known
 
 
+def test_what_a_key_answers_is_read_as_it_was_written() -> None:
+    """Of columns, order, ids and sources; with the names, and with what is kept of the answer."""
+    common = b'[[[["updated"],[[true]]],[["count"],[[3]]]],[0,1],[7,-7],["1-0-2"],'
+    for known, rest in (
+        (KNOWN, b"null]"),
+        (KNOWN._replace(by_prefix=True), b'["a","b"]]'),
+        (KNOWN._replace(answer=b"\0\xff"), b'null,"AP8="]'),
+    ):
+        assert pack_known(known) == bytes(16) + common + rest
+        assert unpack_known(bytes(16) + common + rest, ["a", "b"]) == known
+
+
 OTHERS = [
     b"[[],[0],[1],[],null]",
     b"[[[9,[]]],[],[],[],null]",
