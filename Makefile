@@ -49,9 +49,9 @@ openapi: $(VENV)/.dev $(NODE)/.installed  ## lint the OpenAPI document with Redo
 clients: $(VENV)/.dev $(NODE)/.installed $(CLIENTS)/.installed  ## generate clients in TypeScript, Go, Python and Java, and call a server
 	GRADSERVE_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/python -m pytest -n 2 tests/generated_clients $(WHAT)
 
-fuzz: $(VENV)/.dev  ## decode damaged and compressed bodies for SECONDS=60, then send random requests, hostile calls and random changes of buffers
+fuzz: $(VENV)/.dev  ## decode damaged and compressed bodies for SECONDS=60, then send random requests, hostile calls, damaged models and random changes of buffers
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)
-	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/kernels/test_hostile.py tests/api/test_schema.py tests/api/test_fuzz.py tests/buffers/test_state_machine.py tests/faults/test_state_machine.py
+	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/kernels/test_hostile.py tests/graphs/test_hostile_models.py tests/api/test_schema.py tests/api/test_fuzz.py tests/buffers/test_state_machine.py tests/faults/test_state_machine.py
 
 examples: $(VENV)/.dev  ## train through the service: processes that share, join and die, a GRU, a bad network, local steps, JAX, scikit-learn, a notebook
 	$(BIN)/python examples/digits_data_parallel.py

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from service.dtypes import Array, DType
-from service.errors import GradserveError, Invalid, TensorTooLarge
+from service.errors import GradserveError, Invalid, TensorTooLarge, shown
 from service.kernels import Workspace, current_workspace, workspace
 
 
@@ -92,12 +92,18 @@ def _run(step: Step, given: Sequence[Any]) -> tuple[Any, ...]:
     except MemoryError:
         raise TensorTooLarge(f"{step.label} needs more memory than there is") from None
     except Exception as error:  # NumPy's and the ONNX package's refusals of shapes and values have many classes
-        raise Invalid(f"{step.label} cannot be computed: {error}") from error
+        inputs = ", ".join(map(_described, given))
+        why = str(error) if isinstance(error, ValueError | IndexError) else "the operator takes no such inputs"
+        raise Invalid(f"{step.label} cannot be computed of {inputs or 'nothing'}: {why}") from error
     if len(step.outputs) == 1:
         return (result,)
     if len(result) < len(step.outputs):
         raise Invalid(f"{step.label} has {len(step.outputs)} outputs here, but computes {len(result)}")
     return tuple(result)
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {[*value.shape]}" if isinstance(value, np.ndarray) else shown(value)
 
 
 def _bytes(value: Any) -> int:

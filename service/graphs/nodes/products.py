@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from service.dtypes import Array, compute_dtype
+from service.errors import ShapeMismatch, shown
 from service.graphs.nodes.elementwise import apply, narrowed
 from service.graphs.nodes.shapes import contiguous
 from service.graphs.nodes.table import Function, maker
@@ -75,6 +76,8 @@ def letters(equation: str, operands: Sequence[Array]) -> list[str]:
     terms = left.split(",")
     if not arrow:
         result = "..." * ("..." in left) + "".join(sorted(one for one in {*left} - {*",."} if left.count(one) == 1))
+    if len(terms) != len(operands):
+        raise ShapeMismatch(f"equation is {shown(equation)}, with {len(terms)} operands, but there are {len(operands)}")
     free = [one for one in string.ascii_letters if one not in equation]
     ranks = [one.ndim - len(term.replace("...", "")) for one, term in zip(operands, terms, strict=True)]
     longest = max([rank for rank, term in zip(ranks, terms, strict=True) if "..." in term], default=0)
