@@ -47,9 +47,13 @@ def test_narrower_floats_have_the_same_gradients(question: Question) -> None:
             assert_close(got[name], expected[name], tolerance(dtype))
 
 
+BLOCK_BYTES = 1 << 20
+"""What the blocks of the node itself take, however large the tensor is."""
+
+
 @pytest.mark.parametrize("op", [op for op, functions in DERIVATIVES.items() if len(functions) == 1])
 def test_a_gradient_claims_the_memory_that_it_takes(op: str) -> None:
-    shape, claimed = (300, 300), list[int]()
+    shape, claimed = (700, 700), list[int]()
     nodes = [Node(op, "", 21, ("x",), ("y",), {}), Node("ReduceSum", "", 21, ("y",), ("loss",), {"keepdims": 0})]
     tape = Tape(map(step_of, nodes))
     names = differentiate(tape, nodes, "loss", ["x"])
@@ -69,4 +73,4 @@ def test_a_gradient_claims_the_memory_that_it_takes(op: str) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < sum(claimed) + 20_000
+    assert peak < sum(claimed) + BLOCK_BYTES
