@@ -270,3 +270,17 @@ def test_a_damaged_head_harms_one_graph(reopen_damaged: Callable[..., Store]) ->
     delete(store, "hurt")
     put(store, "hurt")
     assert content(store, "hurt") == SMALL
+
+
+def test_a_graph_that_is_there_sets_no_buffer_back(store: Store) -> None:
+    def initial(name: str) -> Set:
+        return Set(name=name, gradient=ones(2), spec=spec())
+
+    assert put(store, "mlp", SMALL, initial("w")).receipts["w"]["created"]
+    add(store, "w", [4, 4])
+    outcome = put(store, "mlp", SMALL, initial("w"), initial("v"))
+    assert (outcome.is_new, [receipt["updated"] for receipt in outcome.receipts.values()]) == (False, [False, True])
+    assert (value(store, "w").tolist(), value(store, "v").tolist()) == ([5, 5], [1, 1])
+    delete(store)
+    put(store, "mlp", SMALL, initial("w"))
+    assert value(store, "w").tolist() == [1, 1]

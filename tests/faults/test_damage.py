@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from service.buffers.packed import FORMAT
 from tests.faults.servers import LONG, PATIENCE, SAFETENSORS, Client, Server, contents, kill, new_key, tensors
+from tests.faults.test_uploads import ROWS, model, weights
 from tests.serving import assert_problem
 
 SIZE = 20_000
@@ -217,3 +219,22 @@ def test_workers_never_write_under_different_lock_files(tmp_path: Path) -> None:
         assert answers[503] >= 20
         server.restart()
         assert httpx.get(f"{server.url}/v1/buffers/a").json()["count"] == answers[200] >= 20
+
+
+def test_a_damaged_model_harms_one_graph(tmp_path: Path) -> None:
+    """In a new life of the server, which has planned no graph yet."""
+    path, numbers = tmp_path / "store", {name: weights(seed, ROWS) for seed, name in enumerate(("hurt", "well"))}
+    with Server(path) as server, Client(server.url) as client:
+        for name, each in numbers.items():
+            client.done("PUT", f"/v1/graphs/{name}", content=model(each))
+        server.kill()
+        flip(path, numbers["hurt"][:2].tobytes(), 99)
+        server.start()
+        x: dict[str, Any] = {"json": {"x": [[1] * ROWS]}}
+        answers = [client.once("POST", "/v1/graphs/hurt", **x), client.once("GET", "/v1/graphs/hurt/model")]
+        for answer in answers:
+            assert assert_problem(answer, 500, "graph_corrupt", "model of the graph 'hurt'")["graph"] == "hurt"
+        assert [each["name"] for each in client.done("GET", "/v1/graphs")["graphs"]] == ["hurt", "well"]
+        assert client.done("POST", "/v1/graphs/well", **x)["y"]["shape"] == [1, ROWS]
+        client.done("DELETE", "/v1/graphs/hurt")
+        assert client.done("PUT", "/v1/graphs/hurt", content=model(numbers["hurt"]))["bytes"] > numbers["hurt"].nbytes
