@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatchcase
+
+import ml_dtypes
 
 from service.dtypes import FLOATS, Array
 from service.errors import InvalidGraph, shown
 from service.graphs.model import Model, Value
 
-FIXED = {"BatchNormalization": slice(3, 5), "BatchNormInternal": slice(3, 5), "Pow": slice(1, 2), "Resize": slice(1, 3)}
-"""Inputs that are no weights, though they may be floats with a dimension: statistics, exponents, regions and scales."""
+FIXED = (
+    "BatchNormInternal 3 4, BatchNormalization 3 4, Clip 1 2, GRU 5, LSTM 5 6, NegativeLogLikelihoodLoss 2, OneHot 2,"
+    " Pad 2, Pow 1, RNN 5, Resize 1 2, ScatterElements 0, ScatterND 0, SoftmaxCrossEntropyLoss 2"
+)
+"""Inputs of operators that are no weights, though they may be floats with a dimension."""
+
+MADE = re.compile(r"val_\d+|onnx::\w+")
+"""The names that PyTorch's exporters give to constants. A constant with one of them may be a weight in another form."""
 
 
 def parameters_of(model: Model, train: str | None = None) -> dict[str, Value]:
     """Return the tensors that are parameters, in the order of the model.
 
     `train` has patterns of names with commas between; those after a ! are left out. It chooses among the weights: the
-    initializers of floats that have a dimension, or, if there are none, the constants. Other patterns than * choose
-    among the inputs, too, and a name chooses any tensor of floats. By default these are the weights, if there are any.
+    initializers of floats that have a dimension and no other purpose, or, if there are none, the constants. Other
+    patterns than * choose among the inputs, too, and a name chooses any tensor of floats. By default these are the
+    weights, if there are any.
     Raises `InvalidGraph` for a pattern that chooses nothing.
     """
     tensors = {**model.initializers, **model.constants}
     values = [*model.inputs, *map(value_of, tensors.items())]
     floats = {one.name: one for one in values if one.dtype.name in FLOATS.dtypes}
-    fixed = {name for node in model.nodes for name in node.inputs[FIXED.get(node.op, slice(0))]}
-    weights = [one for one in floats if one in model.initializers and tensors[one].ndim and one not in fixed]
+    weights = _weights(model)
     weights = weights or [one for one in floats if one in model.constants and tensors[one].size > 1]
     named = [one for one in floats if one in weights or one not in tensors]
     patterns = [one.strip() for one in train.split(",")] if train else ["*"] * bool(weights)
@@ -38,6 +47,29 @@ def parameters_of(model: Model, train: str | None = None) -> dict[str, Value]:
             raise InvalidGraph(f"train= has {shown(pattern)}, which is no weight and no input: the weights are {names}")
         chosen = chosen - matches if pattern.startswith("!") else chosen | matches
     return {name: value for name, value in floats.items() if name in chosen}
+
+
+def _weights(model: Model) -> list[str]:
+    """Return the initializers that are weights, in the order of the model."""
+    fixed = {(op, int(place)) for op, *places in map(str.split, FIXED.split(",")) for place in places}
+    readers: dict[str, set[str]] = {}
+    for node in model.nodes:
+        for place, name in enumerate(node.inputs):
+            if (node.op, place) not in fixed:
+                readers.setdefault(name, set()).add(node.op)
+    return [
+        name for name, one in model.initializers.items() if name in readers and _is_weight(name, one, readers[name])
+    ]
+
+
+def _is_weight(name: str, array: Array, readers: set[str]) -> bool:
+    """Whether an initializer is no integer, no number that an exporter made, and no mask, with the largest numbers."""
+    if array.dtype.name not in FLOATS.dtypes or not array.ndim or not array.size:
+        return False
+    if array.size == 1 and MADE.fullmatch(name) and readers <= {"Div", "Mul"}:
+        return False
+    largest = ml_dtypes.finfo(array.dtype).max  # type: ignore[no-untyped-call]
+    return bool(-largest < array.min() and array.max() < largest)
 
 
 def value_of(pair: tuple[str, Array]) -> Value:

@@ -23,6 +23,7 @@ from service.graphs.model import read
 from service.graphs.nodes import SEED
 from service.graphs.plan import Plan
 from service.graphs.training import Program
+from service.graphs.weights import parameters_of
 from tests.graphs.gradients.question import assert_close
 
 RANDOM = np.random.default_rng(3)
@@ -179,6 +180,33 @@ LAYERS_WEIGHTS = {
 def test_patterns_choose_among_the_weights(pattern: str, names: str) -> None:
     trained = program(model(LAYERS, LAYERS_WEIGHTS), pattern=pattern)
     assert [one.name for one in trained.parameters] == names.split() == [*trained.gradients]
+
+
+@pytest.mark.parametrize(
+    ("node", "names"),
+    {
+        "Mul x val_1": "v",
+        "Mul x scale": "scale v",
+        "PRelu x val_1": "val_1 v",
+        "Add x mask": "v",
+        "Clip x val_1 scale": "v",
+        "Pow x scale": "v",
+        "ScatterElements zeros k x": "v",
+    }.items(),
+)
+def test_constants_in_the_form_of_weights_stay_constant(node: str, names: str) -> None:
+    weights = {
+        "val_1": np.array([0.5]),
+        "scale": np.array([2.0]),
+        "mask": np.triu(np.full((3, 3), -np.inf), 1),
+        "zeros": np.zeros((3, 3)),
+        "k": np.zeros((3, 3), np.int64),
+        "unread": np.ones(3),
+        "v": np.ones(3),
+    }
+    op, reads = node.split(" ", 1)
+    trained = parameters_of(read(model([(op, reads, "h"), ("Add", "h v", "y")], weights)))
+    assert [*trained] == names.split()
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
