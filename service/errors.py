@@ -6,9 +6,11 @@ line of each docstring is the answer's title and the documentation's text: at mo
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
+
+from service.texts import cut as cut
+from service.texts import shown as shown
 
 
 class GradserveError(Exception):
@@ -276,53 +278,11 @@ class KeysFull(StoreFull, code="keys_full"):
     """Namespace remembers too many Idempotency-Keys."""
 
 
-MAX_SHOWN_CHARACTERS = 80
-"""The longest value in a detail: enough to recognise it, and short enough to keep the sentence readable."""
-
 MAX_DETAIL_CHARACTERS = 4000
 """The longest detail: a shape of 64 dimensions has 1,300 characters. Names of tensors have no limit of their own."""
 
 MAX_MEMBER_CHARACTERS = 1000
 """The longest text in `context`: programs look up buffer names there, and a name has at most 200 characters."""
-
-
-def cut(text: str, longest: int = MAX_SHOWN_CHARACTERS) -> str:
-    """Return `text`, shortened to `longest` characters if it is longer.
-
-    >>> cut("abcdefgh", longest=6)
-    'abc...'
-    """
-    return text if len(text) <= longest else text[: longest - 3] + "..."
-
-
-def shown(value: object) -> str:
-    """Return `value` as an error message shows it, in JSON's words.
-
-    >>> shown(["a", None, {"b": True}])
-    "['a', null, {'b': true}]"
-    """
-    match value:
-        case str():
-            text = repr(cut(value))
-        case None | bool():
-            text = json.dumps(value)
-        case list() | tuple():
-            text = f"[{_joined(map(shown, value))}]"
-        case dict():
-            text = f"{{{_joined(f'{shown(key)}: {shown(member)}' for key, member in value.items())}}}"
-        case _:
-            text = repr(value)
-    return cut(text)
-
-
-def _joined(texts: Iterable[str]) -> str:
-    """Join the texts with commas, and stop once `cut` would remove the rest: a list may have millions of items."""
-    joined = ""
-    for text in texts:
-        joined += f", {text}" if joined else text
-        if len(joined) > MAX_SHOWN_CHARACTERS:
-            break
-    return joined
 
 
 def tree(root: type[GradserveError] = GradserveError) -> Iterator[type[GradserveError]]:

@@ -12,7 +12,8 @@ SERVICE = ROOT / "service"
 
 BOTTOM = {"errors", "dtypes", "limits"}
 ALLOWED: dict[str, set[str]] = {
-    "errors": set(),
+    "texts": set(),
+    "errors": {"texts"},
     "dtypes": set(),
     "limits": {"errors", "dtypes"},
     "host": {"errors"},
