@@ -1,7 +1,8 @@
 """Whole training graphs, as ONNX Runtime's tool writes them, against its own step.
 
 `models/NAME.onnx` is such a graph, without dropout, and `models/NAME.npz` the step: `input.NAME`, `parameter.NAME`,
-`loss` and `gradient.NAME`. `make graphs FOLDER=...` takes all in a folder, as FOLDER/NAME/still.onnx and expected.npz.
+`loss` and `gradient.NAME`. `models/forward/NAME.onnx` is its forward part, which the server differentiates.
+`make graphs FOLDER=...` takes all in a folder: FOLDER/NAME/still.onnx, eval_model.onnx and expected.npz.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import os
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 
 from service.dtypes import Array
 from service.graphs.graph import Graph
@@ -21,12 +24,17 @@ MODELS = OWN
 if FOLDER is not None:
     MODELS = {path.parent.name: (path.with_name("still.onnx"), path) for path in Path(FOLDER).glob("*/expected.npz")}
 
+FORWARD = {
+    name: model.with_name("eval_model.onnx") if FOLDER else model.parent / "forward" / model.name
+    for name, (model, _) in MODELS.items()
+}
+
 TOLERANCE = 3e-6
 """How far a gradient may be from that of ONNX Runtime, in parts of its largest element."""
 
 
-def step(model: Path, arrays: Path) -> tuple[Graph, dict[str, Array], dict[str, Array]]:
-    """Return the graph, its inputs, and the expected outputs, by their names in a request."""
+def step(model: Path, arrays: Path, forward: Path | None = None) -> tuple[Graph, dict[str, Array], dict[str, Array]]:
+    """Return the graph, or that of its forward part, its inputs, and the expected outputs, by their names there."""
     names = {"input": "", "parameter": "parameters.", "gradient": "gradients."}
     with np.load(arrays) as file:
         found = {key: file[key] for key in file.files}
@@ -34,8 +42,9 @@ def step(model: Path, arrays: Path) -> tuple[Graph, dict[str, Array], dict[str, 
         kind: {new + key.partition(".")[2]: found[key] for key in found if key.startswith(f"{kind}.")}
         for kind, new in names.items()
     }
+    parameters = ",".join(key.partition(".")[2] for key in named["gradient"])
     return (
-        Graph.read(model.read_bytes()),
+        Graph.read(model.read_bytes()) if forward is None else differentiated(forward, parameters),
         named["input"] | named["parameter"],
         {"loss": found["loss"]} | named["gradient"],
     )
@@ -46,9 +55,31 @@ def test_loss_and_gradients_are_those_of_onnx_runtime(name: str) -> None:
     graph, given, expected = step(*MODELS[name])
     got = graph.operator(name)(given, {})
     assert {key for key in got if not key.startswith("statistics.")} == expected.keys()
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_the_forward_part_has_the_same_gradients(name: str) -> None:
+    graph, given, expected = step(*MODELS[name], FORWARD[name])
+    got = graph.operator(name)(given, {}, ["loss", "gradients"])
+    assert got.keys() == expected.keys()
+    assert_close(got, expected)
+
+
+def assert_close(got: dict[str, Array], expected: dict[str, Array]) -> None:
     for key, right in expected.items():
         assert got[key].shape == right.shape
         np.testing.assert_allclose(got[key], right, rtol=0, atol=TOLERANCE * np.abs(right).max(initial=0), err_msg=key)
+
+
+def differentiated(forward: Path, parameters: str) -> Graph:
+    """Return the graph with the gradients of these inputs, and a Dropout that drops nothing."""
+    proto = onnx.load(forward)
+    proto.graph.initializer.append(numpy_helper.from_array(np.array(0, np.float32), "ratio"))
+    for node in proto.graph.node:
+        if node.op_type == "Dropout":
+            node.input[1] = "ratio"
+    return Graph.read(proto.SerializeToString(), loss=proto.graph.output[0].name, train=parameters)
 
 
 def test_a_training_graph_does_not_ask_for_buffers() -> None:
