@@ -1,4 +1,4 @@
-"""Steps over a PostgreSQL with a standby: its primary dies between the read of their sources and their commit."""
+"""Steps and uploads over a PostgreSQL with a standby: its primary dies between what they read and their commit."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.faults.cluster import Pair, wait
 from tests.faults.servers import PATIENCE, Client, Server, new_key
 from tests.faults.test_cluster_standby import WAITERS, adding
 from tests.faults.test_steps import doubling
+from tests.faults.test_uploads import ROWS, check, upload, weights
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,10 @@ class Two:
         self.clients[0].create("w", (3,))
         self.clients[0].add("w", np.ones(3))
 
-    def order(self) -> None:
-        """Let the first server stop once it has read the sources of the next step."""
+    def order(self, point: str = "computed") -> None:
+        """Let the first server stop at a point: once it has read the sources of the next step, for example."""
         self._order.with_suffix(".done").unlink(missing_ok=True)
-        self._order.write_text("computed:1:stop")
+        self._order.write_text(f"{point}:1:stop")
 
     def has_stopped(self) -> bool:
         return self._order.with_suffix(".done").exists()
@@ -99,3 +100,19 @@ def test_a_step_is_not_computed_from_what_a_failover_loses(pair: Pair, two: Two)
         two.go_on()
         assert asking.result(3 * PATIENCE).json()["output"]["version"] == 3
     assert two.clients[1].value("w").tolist() == [6, 6, 6]
+
+
+def test_a_failover_between_the_staging_of_a_model_and_its_commit(pair: Pair, two: Two) -> None:
+    """The next primary may lack what was staged."""
+    numbers = weights(1, ROWS)
+    request = upload("m", numbers)
+    with ThreadPoolExecutor(1) as thread:
+        two.order("staged")
+        asking = thread.submit(two.clients[0].send, **request)
+        wait(two.has_stopped, "the server does not stage the model")
+        pair.fail_over()
+        two.go_on()
+        answers = [asking.result(3 * PATIENCE), two.clients[1].send(**request)]
+    assert {answer.status_code for answer in answers} == {201}, [answer.text for answer in answers]
+    assert len({answer.content for answer in answers}) == 1
+    check(two.clients[1], "m", numbers)
