@@ -82,13 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("ops", help="list the operators").set_defaults(run=_ops)
     examining = commands.add_parser("doctor", help="check the buffer store for damage and summarise its content")
     examining.set_defaults(run=_doctor)
-    exporting = commands.add_parser("export", help="write a snapshot of buffers to a safetensors file")
+    exporting = commands.add_parser("export", help="write a snapshot of buffers and graphs to a safetensors file")
     exporting.set_defaults(run=_export)
     exporting.add_argument(
         "path", metavar="PATH", type=_path, help="file to write; an existing one is replaced; - is stdout"
     )
-    exporting.add_argument("--prefix", default="", help="write only buffers whose names start with PREFIX")
-    importing = commands.add_parser("import", help="create buffers from a file that export wrote")
+    exporting.add_argument("--prefix", default="", help="write only buffers and graphs whose names start with PREFIX")
+    importing = commands.add_parser("import", help="create buffers and graphs from a file that export wrote")
     importing.set_defaults(run=_import)
     importing.add_argument("path", metavar="PATH", type=_path, help="file to read; - is stdin")
     forgetting = commands.add_parser(
