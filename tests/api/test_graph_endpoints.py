@@ -163,6 +163,30 @@ def test_a_micro_batch_of_a_training_graph(client: httpx.Client) -> None:
     assert all(one["count"] == 2 for one in ok(answer)["gradients"].values())
 
 
+def test_a_loss_goes_to_the_answer_and_to_a_buffer(client: httpx.Client) -> None:
+    ok(put(client, content=linear(), loss="MSELoss", set="parameters:m.p.*"))
+    for name in ("m.loss", "m.g.w", "m.g.b"):
+        shape = {"m.loss": [], "m.g.w": [2, 1], "m.g.b": [1]}[name]
+        client.put(f"/v1/buffers/{name}", json={"shape": shape, "dtype": "float64"}).raise_for_status()
+    query: dict[str, Any] = {"into": ["loss:m.loss", "gradients:m.g.*"], "outputs": "loss,y,gradients", "weight": 2}
+    tensors = {"x": [[1.0, 1.0], [0.0, 0.0]], "target": [[6.0], [2.0]]}
+    file = save({name: np.array(value, np.float32) for name, value in tensors.items()})
+    for _ in range(2):
+        answer = client.post("/v1/graphs/g", params=query, json=tensors, headers={"Idempotency-Key": "one"})
+        found = ok(answer)
+        assert found["loss"]["output"] == {"dtype": "float32", "shape": [], "data": 0.5}
+        assert (found["loss"]["name"], found["loss"]["weight"], found["y"]["data"]) == ("m.loss", 2, [[6.0], [1.0]])
+        assert [one["count"] for one in found["gradients"].values()] == [1, 1]
+        assert not any("output" in one for one in found["gradients"].values())  # they would take long to travel back
+    assert answer.headers["idempotency-replayed"] == "true"
+    answer = client.post("/v1/graphs/g", params=query, content=file, headers={**SAFETENSORS, "Accept": MEDIA_TYPE})
+    assert {name: one.tolist() for name, one in load(answer.content).items()} == {"loss": 0.5, "y": [[6], [1]]}
+    assert ok(client.get("/v1/buffers/m.loss/value"))["value"]["data"] == 2
+    query["outputs"] = "y"
+    answer = client.post("/v1/graphs/g", params=query, json=tensors)
+    assert "output" not in ok(answer)["loss"]
+
+
 def weights(client: httpx.Client) -> dict[str, list[Any]]:
     """The weights of `linear()` in buffers."""
     values = ok(client.post("/v1/buffers/value?prefix=m.p."))["buffers"]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import orjson
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -196,10 +197,18 @@ def encode(call: Call, operator: Operator, result: Result, encoding: json_codec.
         metadata = receipts_text(result.receipts) if result.receipts else None
         answer = Answer(safetensors.encode(result.outputs, metadata), safetensors.MEDIA_TYPE, result.fields)
     else:
-        pieces = json_codec.encode(result.outputs, encoding, result.receipts, groups=operator.all_groups)
+        receipts = {name: {**receipt, **_besides(result, name, encoding)} for name, receipt in result.receipts.items()}
+        pieces = json_codec.encode(result.outputs, encoding, receipts, groups=operator.all_groups)
         answer = Answer(pieces, JSON, result.fields).coded(result.coding)
     call.spent["encode"] = time.perf_counter_ns() - began
     return answer
+
+
+def _besides(result: Result, name: str, encoding: json_codec.Encoding) -> Mapping[str, Any]:
+    """Return the member of a receipt for an output that is answered, too."""
+    if name not in result.outputs:
+        return {}
+    return {"output": orjson.Fragment(b"".join(json_codec.encode_tensor(result.outputs[name], encoding)))}
 
 
 def add_endpoint(operator: Operator) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from service.api.buffers.preconditions import key_of, recalled, refuse_headers
@@ -140,6 +141,12 @@ def _answered(job: Job) -> Sequence[str]:
     return [name for name in names if job.buffers.target_of(name) is None]
 
 
+def _is_answered(job: Job, name: str, output: Any) -> bool:
+    """Whether the answer has the output. It goes to no buffer, or it is one number that the request names: a loss."""
+    is_number = isinstance(output, np.ndarray) and output.size == 1
+    return job.buffers.target_of(name) is None or (is_number and name in (job.wanted or ()))
+
+
 def _key(call: Call, job: Job) -> Key | None:
     """Return the idempotency key of a job that changes buffers."""
     return key_of(call, job.body, job.shared) if job.buffers.targets else None
@@ -183,7 +190,7 @@ def _computed(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:
         outputs = _outputs(call, job, tensors, inline)
         if not use.targets:
             return _Computed(outputs, (), sources, key)
-        answered = {name: output for name, output in outputs.items() if use.target_of(name) is None}
+        answered = {name: output for name, output in outputs.items() if _is_answered(job, name, output)}
         return _Computed(answered, changes_of(call, job, outputs, sources), sources, key)
     except GradserveError as error:
         if known is None:  # another may have made the same request meanwhile
