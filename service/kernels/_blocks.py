@@ -109,6 +109,14 @@ def claim(size: int) -> None:
     _current.get().claim(size)
 
 
+def row_major(tensor: Array) -> Array:
+    """Return the tensor row-major: itself, or a copy, which is claimed."""
+    if tensor.flags.c_contiguous:
+        return tensor
+    claim(tensor.nbytes)
+    return tensor.copy(order="C")
+
+
 def check_wanted() -> None:
     """Raise what the workspace raises if nobody waits for the outputs any more. Kernels of many blocks ask often."""
     _current.get().claim(0)

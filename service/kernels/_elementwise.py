@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from service.dtypes import Array, compute_dtype
-from service.kernels._blocks import block_length, new_output, scratch, share_out
+from service.kernels._blocks import block_length, new_output, row_major, scratch, share_out
 from service.kernels._narrow import narrow, widen
 
 T = TypeVar("T", bound=Array)
@@ -89,6 +89,4 @@ def apart(inputs: Sequence[Array], out: Array | None) -> list[Array]:
     tensors = list(inputs)
     if out is not None:
         tensors = [array.copy() if np.may_share_memory(array, out) else array for array in tensors]
-    return [
-        array if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(array.shape) for array in tensors
-    ]
+    return [*map(row_major, tensors)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from service.dtypes import FLOAT16, FLOAT32, Array, DType, compute_dtype
-from service.kernels._blocks import claim, new_output, scratch, spare_memory
+from service.kernels._blocks import claim, new_output, row_major, scratch, spare_memory
 
 INT32 = np.dtype(np.int32)
 UINT16 = np.dtype(np.uint16)
@@ -104,8 +104,9 @@ def _round(wide: Array, power: Array) -> None:
 def widen_tensor(tensor: Array) -> Array:
     """Return the tensor row-major, as float32 if it has 16-bit floats."""
     dtype = compute_dtype(tensor.dtype)
-    if tensor.dtype != dtype:
-        claim(tensor.size * dtype.itemsize)
+    if tensor.dtype == dtype:
+        return row_major(tensor)
+    claim(tensor.size * dtype.itemsize)
     return np.ascontiguousarray(tensor, dtype)
 
 

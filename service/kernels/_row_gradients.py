@@ -11,7 +11,7 @@ import numpy as np
 
 from service.dtypes import FLOAT32, FLOAT64, Array, DType, cast, compute_dtype
 from service.errors import ShapeMismatch
-from service.kernels._blocks import check_wanted, claim, new_output, scratch, share_out, spare_memory
+from service.kernels._blocks import check_wanted, claim, new_output, row_major, scratch, share_out, spare_memory
 from service.kernels._checks import normalize_axis, same_shapes
 from service.kernels._narrow import narrow, widen
 
@@ -56,7 +56,7 @@ class Rows:
                     problem = f"{one} has shape {list(tensor.shape)}, but must have {expected}: {name} has shape"
                     raise ShapeMismatch(f"{problem} {list(values.shape)} and axis is {axis}", tensor=one)
         dtypes = {compute_dtype(tensor.dtype) for tensor in (values, Y_grad, *per_row.values())}
-        forward, gradient = (np.ascontiguousarray(tensor).reshape(N, M) for tensor in (values, Y_grad))
+        forward, gradient = (row_major(tensor).reshape(N, M) for tensor in (values, Y_grad))
         return cls(forward, gradient, values.shape, FLOAT64 if FLOAT64 in dtypes else FLOAT32)
 
     def row_values(self, tensor: Array, part: slice) -> Array:

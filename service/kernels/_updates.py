@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from service.dtypes import FLOAT32, FLOAT64, Array, DType, cast, compute_dtype
-from service.kernels._blocks import new_output, scratch, share_out
+from service.kernels._blocks import new_output, row_major, scratch, share_out
 from service.kernels._narrow import narrow, widen
 
 BLOCK_LENGTH = 1 << 16
@@ -37,7 +37,7 @@ def sum_of_squares(group: Mapping[str, Array]) -> float:
 
 
 def _flat(tensor: Array) -> Array:
-    return np.ascontiguousarray(tensor).reshape(-1)
+    return row_major(tensor).reshape(-1)
 
 
 def _blocks_of(group: Mapping[str, Array]) -> list[tuple[str, slice]]:

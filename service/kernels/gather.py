@@ -8,7 +8,7 @@ import numpy as np
 
 from service.dtypes import INT64, Array, compute_dtype
 from service.errors import ShapeMismatch
-from service.kernels._blocks import claim, new_output, spare_memory
+from service.kernels._blocks import claim, new_output, row_major, spare_memory
 from service.kernels._checks import normalize_axis
 from service.kernels._op import op
 from service.kernels._scatter import add_rows, clear, flat_indices, output_size, read_shape, scatter_add
@@ -37,7 +37,7 @@ class GatheredRows:
         np.add(np.arange(outer)[:, None] * self.shape[axis], targets, out=rows.reshape(outer, targets.size))
         self._order = rows.argsort(kind="stable")
         np.take(rows, self._order, out=self._rows)
-        self.grad = np.ascontiguousarray(grad).reshape(count, self._inner)
+        self.grad = row_major(grad).reshape(count, self._inner)
 
     @classmethod
     def of(cls, shape: tuple[int, ...], index: Array, grad: Array) -> GatheredRows:
@@ -106,9 +106,7 @@ def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: 
     clear(output)
     if grad.size:
         outer, inner = math.prod(dims[:axis]), math.prod(dims[axis + 1 :])
-        scatter_add(
-            output.reshape(outer, dims[axis], inner), targets, np.ascontiguousarray(grad).reshape(outer, -1, inner)
-        )
+        scatter_add(output.reshape(outer, dims[axis], inner), targets, row_major(grad).reshape(outer, -1, inner))
     return output
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from service.dtypes import INT64, Array
 from service.errors import AxisOutOfRange, IndexOutOfRange, InvalidParameter, InvalidTensor, ShapeMismatch
-from service.kernels._blocks import new_output, spare_memory
+from service.kernels._blocks import new_output, row_major, spare_memory
 from service.kernels._checks import normalize_axis
 from service.kernels._op import op
 from service.kernels._scatter import clear, flat_indices, output_size, read_shape, scatter_add
@@ -57,7 +57,7 @@ def gather_elements_grad(dY: T, shape: Shape, indices: Tind, /, *, axis: int = 0
         for place, size in enumerate(indices.shape):
             along = chosen if place == axis else np.arange(size).reshape(-1, *[1] * (indices.ndim - place - 1))
             np.add(places, along * math.prod(dims[place + 1 :]), out=places)
-        scatter_add(dX.reshape(1, -1, 1), places.reshape(-1), np.ascontiguousarray(dY).reshape(1, -1, 1))
+        scatter_add(dX.reshape(1, -1, 1), places.reshape(-1), row_major(dY).reshape(1, -1, 1))
     return dX
 
 
@@ -97,7 +97,7 @@ def gather_nd_grad(shape: Shape, indices: Rank2[Tind], update: T, /, *, batch_di
     rows = _check_columns(indices, dims[batch_dims:depth]).reshape(math.prod(dims[:batch_dims]), -1)
     rows += np.arange(len(rows))[:, None] * math.prod(dims[batch_dims:depth])
     inner = math.prod(dims[depth:])
-    scatter_add(output.reshape(1, -1, inner), rows.reshape(-1), np.ascontiguousarray(update).reshape(1, -1, inner))
+    scatter_add(output.reshape(1, -1, inner), rows.reshape(-1), row_major(update).reshape(1, -1, inner))
     return output
 
 

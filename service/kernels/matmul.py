@@ -8,7 +8,7 @@ import numpy as np
 
 from service.dtypes import Array, compute_dtype
 from service.errors import ShapeMismatch
-from service.kernels._blocks import block_length, new_output, share_out, spare_memory
+from service.kernels._blocks import block_length, new_output, row_major, share_out, spare_memory
 from service.kernels._op import op
 from service.kernels._types import Bit, Rank2, T
 
@@ -100,7 +100,7 @@ def _wide(tensor: Array) -> Array:
     """Return the tensor in the dtype of the arithmetic, row-major: BLAS then takes every order of dimensions."""
     dtype = compute_dtype(tensor.dtype)
     if dtype == tensor.dtype:
-        return np.ascontiguousarray(tensor)
+        return row_major(tensor)
     wide = spare_memory(tensor.shape, dtype)
     wide[...] = tensor
     return wide

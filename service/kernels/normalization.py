@@ -19,7 +19,7 @@ import numpy as np
 
 from service.dtypes import FLOAT64, Array, cast, compute_dtype
 from service.errors import ShapeMismatch
-from service.kernels._blocks import claim, new_output, scratch, share_out
+from service.kernels._blocks import claim, new_output, row_major, scratch, share_out
 from service.kernels._checks import check_shape, normalize_axis
 from service.kernels._narrow import narrow, widen, widen_tensor
 from service.kernels._op import op
@@ -147,7 +147,7 @@ def layer_normalization(
     Y: Array = new_output(None, X.shape, X.dtype)
     claim(2 * N * dtype.itemsize)
     means, inverses = np.zeros((2, N, 1), dtype)
-    rows, target = np.ascontiguousarray(X).reshape(N, M), Y.reshape(N, M)
+    rows, target = row_major(X).reshape(N, M), Y.reshape(N, M)
     height = max(1, BLOCK_ELEMENTS // max(1, M))
 
     def normalize(number: int) -> None:
@@ -192,7 +192,7 @@ def group_normalization(
     target = Y.reshape(len(X), channels, -1)
     np.multiply(target, _over_channels(scale, target), out=target)
     np.add(target, _over_channels(bias, target), out=target)
-    return cast(Y.reshape(X.shape), X.dtype), *statistics
+    return Y.reshape(X.shape).astype(X.dtype, copy=False), *statistics
 
 
 def group_normalization_grad(
@@ -207,7 +207,7 @@ def group_normalization_grad(
     products = given * ((x - mean) * inverse).reshape(shape)
     sums = (one.sum(axis=(0, 2), dtype=FLOAT64).reshape(len(scale), -1).sum(axis=1) for one in (products, given))
     dscale, dbias = (cast(one, scale.dtype) for one in sums)
-    return cast(dX.reshape(X.shape), X.dtype), dscale, dbias
+    return dX.reshape(X.shape).astype(X.dtype, copy=False), dscale, dbias
 
 
 def _over_channels(tensor: Array, images: Array) -> Array:

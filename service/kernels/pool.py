@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from service.dtypes import INT64, Array, cast, compute_dtype
+from service.dtypes import INT32, INT64, Array, compute_dtype
 from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch
-from service.kernels._blocks import block_length, check_wanted, claim, new_output, scratch, share_out
+from service.kernels._blocks import block_length, check_wanted, claim, new_output, row_major, scratch, share_out
 from service.kernels._checks import check_shape, same_shapes
 from service.kernels._narrow import compute_wide, narrow, widen, widen_tensor
 from service.kernels._op import check_work, op
@@ -59,7 +59,7 @@ def max_pool_grad(
     dims = _dims(dY, shape)
     same_shapes(dY=dY, Indices=Indices)
     size = math.prod(dims[2:])
-    values, targets, kept = dY.reshape(-1), Indices.reshape(-1), _kept(Indices, dims)
+    values, targets, kept = row_major(dY).reshape(-1), row_major(Indices).reshape(-1), _kept(Indices, dims)
 
     def fill(memory: dict[str, Array]) -> None:
         sums = memory["dX"].reshape(-1)
@@ -164,7 +164,7 @@ def average_pool_grad(
     if not dY.size or not output.size:
         clear(output)
         return output
-    planes, target = dY.reshape(-1, *dY.shape[2:]), output.reshape(-1, *dims[2:])
+    planes, target = row_major(dY).reshape(-1, *dY.shape[2:]), output.reshape(-1, *dims[2:])
     dtype = compute_dtype(dY.dtype)
     divisors = np.asarray(math.prod(windows.kernel) if count_include_pad else elements_of(axes), dtype)
     height = max(1, block_length(dY.dtype, 2) // max(math.prod(dims[2:]), math.prod(dY.shape[2:])))
@@ -220,7 +220,7 @@ def lp_pool(X: Array, /, *, p: int = 2, ceil_mode: int = 0, **attributes: Any) -
     claim(2 * x.nbytes)
     powers = np.abs(x) ** x.dtype.type(p)
     Y = _fold(powers, axes, np.add, 0, finish=lambda sums: np.power(sums, sums.dtype.type(1 / p), out=sums))
-    return cast(Y, X.dtype)
+    return Y.astype(X.dtype, copy=False)
 
 
 def _windows(X: Array, *, kernel_shape: Sequence[int] | None = None, **attributes: Any) -> Windows:
@@ -250,15 +250,17 @@ def _fold(
     counts, dtype, size = [axis.count for axis in axes], compute_dtype(X.dtype), math.prod(X.shape[2:])
     Y: Array = new_output(None, (*X.shape[:2], *counts), X.dtype)
     count = math.prod(X.shape[:2])
-    planes, target = X.reshape(count, *X.shape[2:]), Y.reshape(count, *counts)
+    planes, target = row_major(X).reshape(count, *X.shape[2:]), Y.reshape(count, *counts)
     height = max(1, block_length(X.dtype, 2) // max(1, size, math.prod(counts)))
-    numbers = np.arange(size).reshape(X.shape[2:])
+    kind = INT32 if size <= np.iinfo(INT32).max else INT64
+    claim(0 if indices is None else 3 * size * kind.itemsize)
+    numbers = np.arange(0 if indices is None else size, dtype=kind)
 
     def pool(number: int) -> None:
         part = slice(number * height, (number + 1) * height)
         block, result = planes[part], target[part]
         block = block if block.dtype == dtype else widen(block, 0)
-        places = np.broadcast_to(numbers, block.shape)
+        places = numbers if indices is None else np.broadcast_to(numbers.reshape(X.shape[2:]), block.shape)
         for depth, axis in reversed([*enumerate(axes, 1)]):
             shape = (*block.shape[:depth], axis.count, *block.shape[depth + 1 :])
             is_last = depth == 1 and result.dtype == dtype
@@ -267,7 +269,7 @@ def _fold(
             if indices is None:
                 axis.gather(block, out, depth, fold)
             else:
-                found = scratch(2 * depth, math.prod(shape), INT64).reshape(shape)
+                found = scratch(2 * depth, math.prod(shape), kind).reshape(shape)
                 found[...] = -1
                 axis.find(block, out, depth, places, found)
                 places = found
@@ -277,7 +279,8 @@ def _fold(
             narrow(block, result, (0, 1))
         if indices is not None:
             first = ((part.start + np.arange(len(block))) * size).reshape(-1, *[1] * len(counts))
-            np.copyto(indices.reshape(target.shape)[part], np.where(places < 0, -1, places + first))
+            np.add(places, first, out=(flat := indices.reshape(target.shape)[part]))
+            np.copyto(flat, -1, where=places < 0)
 
     share_out(pool, -(-count // height))
     return Y

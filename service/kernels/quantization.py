@@ -12,7 +12,7 @@ import numpy as np
 
 from service.dtypes import BOOL, Array
 from service.errors import InvalidParameter, InvalidTensor
-from service.kernels._blocks import block_length, new_output, share_out
+from service.kernels._blocks import block_length, new_output, row_major, share_out
 from service.kernels._checks import one_element, same_shapes
 from service.kernels._op import op
 from service.kernels._types import Flag, T
@@ -59,7 +59,7 @@ def fake_quant_grad(dY: T, gradient_mask: Flag, /) -> T:
     """
     same_shapes(dY=dY, gradient_mask=gradient_mask)
     dX: T = new_output(None, dY.shape, dY.dtype)
-    source, mask = (np.ascontiguousarray(one).reshape(-1) for one in (dY, gradient_mask))
+    source, mask = (row_major(one).reshape(-1) for one in (dY, gradient_mask))
     target = dX.reshape(-1)
     length = block_length(dY.dtype)
 

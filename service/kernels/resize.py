@@ -7,7 +7,7 @@ once. Source of the semantics: ONNX's Resize, and ONNX Runtime's CPU kernel of i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -101,8 +101,8 @@ def resize(
     if kind.get("mode", "nearest") == "nearest":
         claim(2 * math.prod(shape) * X.itemsize)
         Y = X
-        for axis, (places, _, _) in taps.items():
-            Y = Y.take(places[:, 0], axis=axis)
+        for axis in _in_order(taps, X.shape, shape):
+            Y = Y.take(taps[axis][0][:, 0], axis=axis)
     elif X.dtype.kind in "iub":
         raise DtypeMismatch(f"X is {X.dtype}, but must have floats unless the mode is nearest", tensor="X")
     else:
@@ -178,7 +178,7 @@ def _check_sizes(dY: Array, X: Array, axes: Sequence[int], scales: Sequence[floa
 
 
 def _run(multiply: Callable[..., None], given: Array, result: Array, taps: dict[int, Taps]) -> None:
-    """Go along the axes, those first that shrink most, so that no intermediate result is larger than both ends.
+    """Go along the axes.
 
     `multiply` multiplies with a sparse matrix: with that of the taps, or with its transpose.
     """
@@ -186,13 +186,18 @@ def _run(multiply: Callable[..., None], given: Array, result: Array, taps: dict[
         result[...] = 0
         return
     block = widen_tensor(given)
-    for number, axis in enumerate(sorted(taps, key=lambda axis: result.shape[axis] / given.shape[axis])):
+    for number, axis in enumerate(_in_order(taps, given.shape, result.shape)):
         shape = (*block.shape[:axis], result.shape[axis], *block.shape[axis + 1 :])
         out = result if number == len(taps) - 1 else spare_memory(shape, result.dtype)
         _apply(multiply, block, out, axis, taps[axis])
         block = out
     if not taps:
         result[...] = block
+
+
+def _in_order(taps: Iterable[int], old: Shape, new: Shape) -> list[int]:
+    """Return the axes, those first that shrink most: then no intermediate result is larger than both ends."""
+    return sorted(taps, key=lambda axis: new[axis] / old[axis])
 
 
 def _apply(multiply: Callable[..., None], block: Array, out: Array, axis: int, taps: Taps) -> None:

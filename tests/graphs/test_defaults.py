@@ -18,6 +18,7 @@ OPS = sorted(op for domain, op in NODES if not domain and onnx.defs.has(op))
 REQUIRED: dict[str, dict[str, Any]] = {
     **{op: {"kernel_shape": [2]} for op in ("AveragePool", "LpPool", "MaxPool")},
     **{op: {"blocksize": 2} for op in ("DepthToSpace", "SpaceToDepth")},
+    **{op: {"shape": [2]} for op in ("RandomNormal", "RandomUniform")},
     "BitShift": {"direction": "LEFT"},
     "Cast": {"to": 1},
     "Concat": {"axis": 0},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -50,6 +51,15 @@ def test_a_layer_of_narrower_floats_is_rounded_once(layer: Question) -> None:
             assert got.dtype == dtype
             most = rounding * np.abs(expected).max()
             np.testing.assert_allclose(got.astype(np.float64), expected, rtol=rounding, atol=most)
+
+
+@each_layer
+def test_tensors_may_lie_in_any_order(layer: Question) -> None:
+    inputs = tuple(None if one is None else np.asfortranarray(one) for one in layer.inputs)
+    turned = replace(layer, inputs=inputs)
+    got, expected = turned.by_rule(np.dtype(np.float64)), layer.by_rule(np.dtype(np.float64))
+    for name in layer.trained:
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-12, atol=1e-12)
 
 
 def _tuple(result: Any) -> tuple[Any, ...]:
