@@ -195,6 +195,10 @@ def _see(
     """Correlate `sources` and `partner`, whose channels are the third and the second axis of W."""
     numbers = [number for number, _ in taps]
     order: Any = numbers if numbers != [*range(W.shape[3])] else slice(None)
+    if not partner.size:
+        if dW is not None:
+            dW[..., order] = 0
+        return
     claim(W.nbytes)
     weight = W[..., order].swapaxes(2, 3).reshape(*W.shape[:2], -1)
     correlation = Correlation(sources, partner, [tap for _, tap in taps])

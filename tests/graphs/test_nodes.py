@@ -11,7 +11,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from service.dtypes import BFLOAT16, FLOAT16, Array
-from service.errors import DtypeMismatch, InvalidGraph
+from service.errors import DtypeMismatch, GradserveError, InvalidGraph
 from service.graphs.nodes import NODES, maker, step_of
 from service.graphs.nodes.activations import FORMULAS
 from service.graphs.nodes.elementwise import FOLDS, TESTS, UFUNCS
@@ -214,3 +214,30 @@ def test_padding_below_zero_removes() -> None:
     assert got.shape == (3, 3, 2)
     assert not got[0].any()
     np.testing.assert_array_equal(got[1:, :2], CUBE[:, 1:, :2])
+
+
+ONES = np.ones((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "problem"),
+    [
+        ("MatMul", [ONES, ONES.T.astype(np.float32)], "the inputs are float64, float32, but must share a dtype"),
+        ("Gemm", [ONES, np.ones((1, 3, 2))], r"A has shape [2, 3] and B [1, 3, 2], but both must have two dimensions"),
+        (
+            "Gemm",
+            [ONES, ONES.T, np.ones((2, 1, 1))],
+            "C has shape [2, 1, 1], but must broadcast to that of A @ B, [2, 2]",
+        ),
+        ("ScatterND", [ONES, ints(0, 1)[:, None], ONES[:1]], "updates has shape [1, 3], but must have [2, 3]"),
+        (
+            "ScatterElements",
+            [ONES, ints(0, 1, 0)[None], ONES[:1, :1]],
+            "updates has shape [1, 1], but must have [1, 3]",
+        ),
+        ("GatherElements", [ONES, ONES], "indices is float64, but must be of integers"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(op: str, given: list[Array], problem: str) -> None:
+    with pytest.raises(GradserveError, match=re.escape(problem)):
+        run(op, *given)

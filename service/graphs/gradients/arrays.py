@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from service.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Array
+from service.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Array, DType, cast
 from service.kernels import claim
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,6 +32,16 @@ def unbroadcast(gradient: Array, shape: tuple[int, ...]) -> Array:
     else:
         total = gradient.sum(axis=axes, dtype=FLOAT64, keepdims=True).astype(gradient.dtype)
     return total.reshape(shape)
+
+
+def dtype_of(tensor: Array) -> DType:
+    """Return the tensor's dtype."""
+    return tensor.dtype
+
+
+def as_dtype(gradient: Array, dtype: DType) -> Array:
+    """Return the gradient as this dtype."""
+    return gradient if gradient.dtype == dtype else cast(gradient, dtype)
 
 
 def rounded_once(function: F) -> F:

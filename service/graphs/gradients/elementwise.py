@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from service.dtypes import Array, DType, cast
+from service.dtypes import Array
 from service.graphs.gradients.arrays import rounded_once
 from service.graphs.gradients.tape import Tape, gradients, rule
 from service.graphs.plan import Node
@@ -114,7 +114,7 @@ def _gelu(tape: Tape, node: Node, dY: str) -> list[str]:
 def _bias_gelu(tape: Tape, node: Node, dY: str) -> list[str]:
     Z = tape.call(np.add, *node.inputs) if all(node.inputs[1:]) and len(node.inputs) > 1 else node.inputs[0]
     dZ = tape.call(gelu_grad if node.op == "BiasGelu" else fast_gelu_grad, dY, Z)
-    return [dZ, *(tape.like(dZ, bias) for bias in node.inputs[1:] if bias)]
+    return [tape.like(dZ, one) for one in node.inputs if one]
 
 
 @rule("Add", "Sum")
@@ -148,8 +148,4 @@ def _where_equal(gradient: Array, Y: Array, X: Array) -> Array:
 
 @rule("Cast", "CastLike")
 def _cast(tape: Tape, node: Node, dY: str) -> list[str]:
-    return [tape.call(cast, dY, tape.early(_dtype, node.inputs[0]))]
-
-
-def _dtype(tensor: Array) -> DType:
-    return tensor.dtype
+    return [tape.typed(dY, node.inputs[0])]

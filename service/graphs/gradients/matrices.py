@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ from service.graphs.gradients.arrays import rounded_once, unbroadcast
 from service.graphs.gradients.tape import Tape, gradients, rule
 from service.graphs.nodes.products import einsum, letters
 from service.graphs.plan import Node
+from service.kernels import claim
 from service.kernels.matmul import fused_matmul
 
 
@@ -19,6 +21,10 @@ def _d_left(dY: Array, shape: tuple[int, ...], B: Array) -> Array:
         dY, B = dY[..., None], B[:, None]
     if len(shape) == 1:
         return unbroadcast(fused_matmul(dY[..., None, :], B, transB=1)[..., 0, :], shape)
+    if len(shape) == 2 < B.ndim:  # one product of all columns
+        columns = math.prod(dY.shape[:-2]) * dY.shape[-1]
+        claim(dY.nbytes + B.nbytes)
+        dY, B = (np.moveaxis(one, -2, 0).reshape(one.shape[-2], columns) for one in (dY, B))
     return unbroadcast(fused_matmul(dY, B, transB=1), shape)
 
 
@@ -28,7 +34,8 @@ def _d_right(dY: Array, A: Array, shape: tuple[int, ...]) -> Array:
     if len(shape) == 1:
         dY = dY[..., None]
     if len(shape) <= 2:  # one product of all rows, as for a layer's weights
-        A, dY = (one.reshape(-1, one.shape[-1]) for one in (np.broadcast_to(A, (*dY.shape[:-1], A.shape[-1])), dY))
+        A, rows = np.broadcast_to(A, (*dY.shape[:-1], A.shape[-1])), math.prod(dY.shape[:-1])
+        A, dY = (one.reshape(rows, one.shape[-1]) for one in (A, dY))
     return unbroadcast(fused_matmul(A, dY, transA=1), (*shape, 1)[: max(2, len(shape))]).reshape(shape)
 
 

@@ -35,7 +35,7 @@ def _reshape(dY: Array, shape: Shape) -> Array:
 
 @gradient_of("Transpose")
 def _transpose(dY: Array, *, perm: Sequence[int] | None = None) -> Array:
-    return dY.transpose(None if perm is None else np.argsort(perm))
+    return dY.transpose(None if perm is None else np.argsort(np.mod(perm, dY.ndim)))
 
 
 @rule("Concat")
@@ -62,7 +62,7 @@ def _split(tape: Tape, node: Node, *gradients: str) -> list[str]:
 def _joined(axis: int, shape: Shape, sizes: Array | None, *parts: Array | None) -> Array:
     """Return the gradients side by side, with zeros for a part that nobody has read."""
     step = -(-shape[axis] // len(parts))
-    lengths = [step] * len(parts) if sizes is None else sizes.tolist()
+    lengths = [step] * len(parts) if sizes is None or not sizes.size else sizes.tolist()
     whole = np.zeros(shape, next(one.dtype for one in parts if one is not None))
     along, stops = np.moveaxis(whole, axis, 0), itertools.accumulate(lengths)
     for part, length, stop in zip(parts, lengths, stops, strict=True):
@@ -81,7 +81,7 @@ def _sum_of_tiles(dY: Array, shape: Shape, B: Array) -> Array:
 @gradient_of("Pad")
 def _without_padding(dY: Array, shape: Shape, B: Array, D: Array | None, *, mode: str = "constant") -> Array:
     pads, count = B.tolist(), len(B) // 2
-    axes = [*range(count)] if D is None else [axis % len(shape) for axis in D.tolist()]
+    axes = [*range(count)] if D is None else [axis % len(shape) for axis in D.reshape(-1).tolist()]
     for axis, before, after in zip(axes, pads[:count], pads[count:], strict=True):
         if before or after:
             sources = _sources(mode, shape[axis], before, after)
@@ -104,19 +104,22 @@ def _to_depth(dY: Array, *, blocksize: int, mode: str = "DCR") -> Array:
     batch, channels, height, width = dY.shape
     blocks = dY.reshape(batch, channels, height // blocksize, blocksize, width // blocksize, blocksize)
     order = (0, 1, 3, 5, 2, 4) if mode == "CRD" else (0, 3, 5, 1, 2, 4)
-    return blocks.transpose(order).reshape(batch, -1, height // blocksize, width // blocksize)
+    return blocks.transpose(order).reshape(batch, channels * blocksize**2, height // blocksize, width // blocksize)
 
 
 @gradient_of("SpaceToDepth")
 def _to_space(dY: Array, *, blocksize: int) -> Array:
     batch, channels, height, width = dY.shape
     blocks = dY.reshape(batch, blocksize, blocksize, channels // blocksize**2, height, width)
-    return blocks.transpose(0, 3, 4, 1, 5, 2).reshape(batch, -1, height * blocksize, width * blocksize)
+    return blocks.transpose(0, 3, 4, 1, 5, 2).reshape(
+        batch, channels // blocksize**2, height * blocksize, width * blocksize
+    )
 
 
 @gradient_of("Trilu")
 def _trilu(dY: Array, B: Array | None, *, upper: int = 1) -> Array:
-    return (np.triu if upper else np.tril)(dY, 0 if B is None else int(B.item()))
+    diagonal = 0 if B is None else min(max(int(B.item()), -dY.shape[-2]), dY.shape[-1])
+    return (np.triu if upper else np.tril)(dY, diagonal)
 
 
 @gradient_of("Compress")

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from service.dtypes import Array
-from service.errors import ShapeMismatch
-from service.graphs.gradients.arrays import unbroadcast
+from service.errors import GradserveError, InvalidGraph, ShapeMismatch
+from service.graphs.gradients.arrays import as_dtype, dtype_of, unbroadcast
 from service.graphs.plan import Node, Step
 
 Rule: TypeAlias = Callable[..., Sequence[str | None]]
@@ -159,6 +159,11 @@ class Tape:
         name: str = self.call(unbroadcast, gradient, self.shape(tensor))
         return name
 
+    def typed(self, gradient: str, tensor: str) -> str:
+        """Return the name of the gradient in the dtype of a tensor."""
+        name: str = self.call(as_dtype, gradient, self.early(dtype_of, tensor))
+        return name
+
     def total(self, gradients: Sequence[str]) -> str:
         """Return the name of the sum of the gradients, "" if there is none."""
         if not gradients:
@@ -191,11 +196,21 @@ def differentiate(tape: Tape, nodes: Sequence[Node], loss: str, trained: Collect
         gradients = [tape.total(found.pop(name, [])) if name else "" for name in node.outputs]
         if not any(gradients) or on_the_way.isdisjoint(node.inputs):
             continue
-        tape.label = node.label
-        for name, gradient in zip(node.inputs, RULES[node.domain, node.op](tape, node, *gradients), strict=False):
+        for name, gradient in zip(node.inputs, _apply(tape, node, gradients), strict=False):
             if gradient is not None and name in on_the_way:
                 found.setdefault(name, []).append(gradient)
-    return {name: tape.total(found[name]) for name in trained if name in found}
+    return {name: tape.typed(tape.total(found[name]), name) for name in trained if name in found}
+
+
+def _apply(tape: Tape, node: Node, gradients: Sequence[str]) -> Sequence[str | None]:
+    """Return what the node's rule returns. Raises `InvalidGraph`."""
+    tape.label = node.label
+    try:
+        return RULES[node.domain, node.op](tape, node, *gradients)
+    except GradserveError:
+        raise
+    except Exception as error:  # a node of ONNX Runtime may lack inputs, and attributes be of another kind
+        raise InvalidGraph(f"{node.label} has inputs or attributes that do not fit: {error}", node=node.name) from error
 
 
 def _one(loss: Array) -> Array:

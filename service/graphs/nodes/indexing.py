@@ -51,6 +51,8 @@ def _along(data: Array, indices: Array, axis: int) -> tuple[Array, Array, int]:
     (at,) = axes_of([axis], data.ndim)
     sizes = [slice(None) if k == at else slice(length) for k, length in enumerate(indices.shape)]
     part = data[tuple(sizes)]
+    if indices.dtype.kind not in "iu":
+        raise InvalidTensor(f"indices is {indices.dtype}, but must be of integers")
     if (
         indices.ndim != data.ndim
         or part.shape[:at] + part.shape[at + 1 :] != indices.shape[:at] + indices.shape[at + 1 :]
@@ -73,13 +75,15 @@ def _scatter_elements(node: Node) -> Function:
             np.arange(n).reshape([-1 if k == j else 1 for j in range(data.ndim)]) for k, n in enumerate(places.shape)
         ]
         grid[at] = places
-        _write(part, tuple(grid), updates, update)
+        _write(part, tuple(grid), places.shape, updates, update)
         return out
 
     return scatter
 
 
-def _write(target: Array, places: Any, updates: Array, update: Any) -> None:
+def _write(target: Array, places: Any, shape: tuple[int, ...], updates: Array, update: Any) -> None:
+    if updates.shape != shape:
+        raise ShapeMismatch(f"updates has shape {list(updates.shape)}, but must have {list(shape)}")
     if update is None:
         target[places] = updates
     else:
@@ -110,7 +114,8 @@ def _scatter_nd(node: Node) -> Function:
     def scatter(data: Array, indices: Array, updates: Array) -> Array:
         out = new(data.shape, data.dtype)
         out[...] = data
-        _write(out, tuple(np.moveaxis(indices, -1, 0)), updates, update)
+        shape = (*indices.shape[:-1], *data.shape[indices.shape[-1] :])
+        _write(out, tuple(np.moveaxis(indices, -1, 0)), shape, updates, update)
         return out
 
     return scatter

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from service.dtypes import Array, compute_dtype
-from service.errors import ShapeMismatch, shown
+from service.errors import DtypeMismatch, ShapeMismatch, shown
 from service.graphs.nodes.elementwise import apply, narrowed
 from service.graphs.nodes.shapes import contiguous
 from service.graphs.nodes.table import Function, maker
@@ -26,10 +26,16 @@ _PRODUCT = OPERATORS["FusedMatMul"]
 
 def matmul(A: Array, B: Array, **attributes: Any) -> Array:
     """Return the product of FusedMatMul, with its attributes."""
+    _share_a_dtype(A, B)
     assert _PRODUCT.multiply_adds is not None
     check_work("MatMul", _PRODUCT.multiply_adds(A, B, **attributes))
     product: Array = _PRODUCT.kernel(A, B, **attributes)
     return product
+
+
+def _share_a_dtype(*operands: Array) -> None:
+    if any(one.dtype != operands[0].dtype for one in operands):
+        raise DtypeMismatch(f"the inputs are {', '.join(str(one.dtype) for one in operands)}, but must share a dtype")
 
 
 @maker("MatMul")
@@ -44,10 +50,19 @@ def _gemm(node: Node) -> Function:
     beta = given.get("beta", 1.0)
 
     def gemm(A: Array, B: Array, C: Array | None = None) -> Array:
+        if A.ndim != 2 or B.ndim != 2:
+            raise ShapeMismatch(f"A has shape {list(A.shape)} and B {list(B.shape)}, but both must have two dimensions")
         product = matmul(A, B, **attributes)
-        if C is None or beta == 0:
+        if C is None:
             return product
-        return apply(np.add, product, C if beta == 1 else apply(lambda x, out: np.multiply(x, beta, out=out), C))
+        if np.broadcast_shapes(C.shape, product.shape) != product.shape:
+            problem = f"C has shape {list(C.shape)}, but must broadcast to that of A @ B, {list(product.shape)}"
+            raise ShapeMismatch(problem)
+        return (
+            product
+            if beta == 0
+            else apply(np.add, product, C if beta == 1 else apply(lambda x, out: np.multiply(x, beta, out=out), C))
+        )
 
     return gemm
 
@@ -60,6 +75,7 @@ def _einsum(node: Node) -> Function:
 def einsum(equation: str, *operands: Array) -> Array:
     """Return the sum of products, taken two operands at a time. Raises `TensorTooLarge` for too much work."""
     *terms, result = letters(equation, operands)
+    _share_a_dtype(*operands)
     dtype = operands[0].dtype
     claim(sum(one.size for one in operands) * compute_dtype(dtype).itemsize)
     wide = [one.astype(compute_dtype(dtype), copy=False) for one in operands]

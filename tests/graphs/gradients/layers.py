@@ -54,6 +54,14 @@ convolution("of one axis", 1, 9, 3, 2, 1, 1, 1)
 convolution("with strides", 2, 8, 3, 2, 1, 1, 1)
 convolution("with dilations and groups", 2, 7, 3, 1, 2, 2, 2)
 convolution("of three axes", 3, 6, 2, 2, 0, 1, 1)
+layer(
+    "Conv of one row",
+    lambda X, W: F.conv2d(X, W, stride=2, padding=1),
+    numbers(2, 4, 1, 6),
+    numbers(3, 4, 3, 3),
+    strides=[2, 2],
+    pads=[1, 1, 1, 1],
+)
 layer("Conv without a bias", F.conv2d, numbers(2, 3, 5, 5), numbers(4, 3, 2, 2))
 layer(
     "Conv SAME",
