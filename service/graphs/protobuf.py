@@ -11,11 +11,11 @@ import numpy as np
 from service.dtypes import Array
 from service.errors import InvalidGraph
 
-MAX_FIELDS = 1 << 22
-"""Fields of a file together: they take a few seconds. A model of 20,000 nodes has a quarter of a million."""
+MAX_FIELDS = 1 << 20
+"""Fields of a file together: they take a second, and 200 MB. A node has up to 40, so 20,000 nodes have fewer."""
 
-MAX_VARINT_BYTES = 1 << 24
-"""Bytes of numbers without a fixed length in one tensor: to decode them takes 30 times the memory."""
+MAX_VARINT_BYTES = 1 << 22
+"""Bytes of numbers without a fixed length in one tensor: to decode them takes 50 times the memory."""
 
 _FIXED_BYTES = {1: 8, 5: 4}
 """The length of a value, by wire type."""

@@ -199,3 +199,18 @@ def test_damaged_models_are_refused_or_read() -> None:
         except InvalidGraph:
             refused += 1
     assert refused > 500
+
+
+def test_numbers_without_a_fixed_length_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.graphs.protobuf.MAX_VARINT_BYTES", 4)
+    stored = helper.make_tensor("w", TensorProto.INT64, [5], range(5))
+    with pytest.raises(
+        InvalidGraph, match="5 bytes of numbers without a fixed length; the limit is 4: write it with raw_data"
+    ):
+        read(model(initializer=[stored]).SerializeToString())
+
+
+def test_an_initializer_has_few_dimensions() -> None:
+    stored = numpy_helper.from_array(np.ones((1, 1, 1), np.float32), "w")
+    with pytest.raises(InvalidGraph, match="the initializer 'w' has 3 dimensions; the limit is 2"):
+        read(model(initializer=[stored]).SerializeToString(), GraphLimits(max_dimensions=2))
