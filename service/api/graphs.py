@@ -55,7 +55,7 @@ class PutQuery(BaseModel):
         description="Differentiate the model: its loss, such as SoftmaxCrossEntropyLoss, or the output that is one.",
     )
     train: str | None = Field(
-        None, description="With `loss`: which parameters are trained, as patterns with commas between; by default `*`."
+        None, description="Which tensors are parameters, as patterns with commas between; by default all weights."
     )
     sets: list[str] = Field(
         default_factory=list,
