@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.dtypes import Array
+from service.kernels._blocks import check_wanted
 from service.kernels._windows import Windows
 
 
@@ -57,6 +58,7 @@ class Axis:
         """Fold into each element of `out` all elements of its window along the axis."""
         before = (slice(None),) * axis
         for place, window in self._moves():
+            check_wanted()
             part, target = block[(*before, place)], out[(*before, window)]
             if self.kernel > self.count:
                 part = fold.reduce(part, axis=axis, keepdims=True)
@@ -66,6 +68,7 @@ class Axis:
         """Fold the greatest elements into `out`, and write to `found` the `indices` of the first of them."""
         before = (slice(None),) * axis
         for place, window in reversed([*self._moves()]):
+            check_wanted()
             part, numbers = block[(*before, place)], indices[(*before, place)]
             target, old = out[(*before, window)], found[(*before, window)]
             if self.kernel > self.count:

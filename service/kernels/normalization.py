@@ -187,9 +187,10 @@ def group_normalization(
         raise ShapeMismatch(problem, tensor="X")
     check_shape("scale", scale, groups if scale.size == groups else channels)
     check_shape("bias", bias, *scale.shape)
-    x = widen_tensor(X).reshape(len(X) * groups, -1)
-    Y, *statistics = layer_normalization(x, np.ones(1, x.dtype), epsilon=epsilon)
-    target = Y.reshape(len(X), channels, -1)
+    x, pixels = widen_tensor(X), math.prod(X.shape[2:])
+    rows = x.reshape(len(X) * groups, channels // groups * pixels)
+    Y, *statistics = layer_normalization(rows, np.ones(1, x.dtype), epsilon=epsilon)
+    target = Y.reshape(len(X), channels, pixels)
     np.multiply(target, _over_channels(scale, target), out=target)
     np.add(target, _over_channels(bias, target), out=target)
     return Y.reshape(X.shape).astype(X.dtype, copy=False), *statistics
@@ -200,7 +201,7 @@ def group_normalization_grad(
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of X, scale and bias in `group_normalization`, from that of Y, and what it returned."""
     shape = *X.shape[:2], math.prod(X.shape[2:])
-    given, x = widen_tensor(dY).reshape(shape), widen_tensor(X).reshape(len(mean), -1)
+    given, x = widen_tensor(dY).reshape(shape), widen_tensor(X).reshape(len(mean), X.size // max(1, len(mean)))
     claim(3 * x.nbytes)
     ones, scaled = np.ones(x.shape[1], x.dtype), (given * _over_channels(scale, given)).reshape(x.shape)
     dX, *_ = layer_normalization_grad(scaled, x, ones, mean, inverse, wanted=("X_grad",))

@@ -27,6 +27,9 @@ from service.limits import MAX_RANK
 INDEX_BLOCK = 1 << 16
 """Indices in a block."""
 
+FOLD_MULTIPLY_ADDS = 16
+"""Multiplications and additions of a product that take as long as to fold a number into a window."""
+
 
 @op(
     "MaxPoolGrad",
@@ -233,7 +236,7 @@ def _axes(X: Array, windows: Windows, ceil_mode: int) -> list[Axis]:
     windows.check_fit("X")
     axes = axes_of(windows, None, ceil=bool(ceil_mode))
     size = max(X.size, math.prod([*X.shape[:2], *(axis.count for axis in axes)]))
-    check_work("The pool", 2 * size * sum(min(axis.kernel, axis.size) for axis in axes))
+    check_work("The pool", FOLD_MULTIPLY_ADDS * size * sum(min(axis.kernel, axis.size) for axis in axes))
     return axes
 
 
