@@ -20,6 +20,9 @@ from service.graphs.plan import Node, Plan
 from service.graphs.training import Program, program_of
 from service.kernels import Attribute, Operator, Tensor
 
+STEP_BYTES = 1 << 11
+"""Bytes of memory for a step, with its place in plans."""
+
 MAX_PLANS = 16
 """Plans of a graph that are kept: one for each choice of outputs."""
 
@@ -76,9 +79,9 @@ class Graph:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensors that the model has."""
+        """The bytes of the tensors that the model has, and of the steps."""
         tensors = [*self._program.initial.values(), *self._program.constants.values()]
-        return sum(getattr(one, "nbytes", 0) for one in tensors)
+        return sum(getattr(one, "nbytes", 0) for one in tensors) + STEP_BYTES * len(self._program.steps)
 
     def signature(self) -> dict[str, Any]:
         """Return what the graph takes and gives, as JSON: a length or a shape that is open is null."""

@@ -10,12 +10,18 @@ import numpy as np
 
 from service.dtypes import Array
 from service.errors import InvalidGraph
+from service.kernels import claim
 
 MAX_FIELDS = 1 << 20
 """Fields of a file together: they take a second, and 200 MB. A node has up to 40, so 20,000 nodes have fewer."""
 
+FIELDS_AT_ONCE, FIELD_BYTES = 1 << 10, 256
+"""Fields whose memory is claimed at once, and what a field takes, with what becomes of it in a plan."""
+
 MAX_VARINT_BYTES = 1 << 22
-"""Bytes of numbers without a fixed length in one tensor: to decode them takes 50 times the memory."""
+"""Bytes of numbers without a fixed length in one tensor: to decode them takes `VARINT_FACTOR` times the memory."""
+
+VARINT_FACTOR = 50
 
 _FIXED_BYTES = {1: 8, 5: 4}
 """The length of a value, by wire type."""
@@ -34,7 +40,9 @@ class Budget:
     left = MAX_FIELDS
 
     def take(self) -> None:
-        """Count a field. Raises `InvalidGraph` beyond `MAX_FIELDS`."""
+        """Count a field, and claim its memory. Raises `InvalidGraph` beyond `MAX_FIELDS`, and what `claim` raises."""
+        if self.left % FIELDS_AT_ONCE == 0:
+            claim(FIELDS_AT_ONCE * FIELD_BYTES)
         self.left -= 1
         if self.left < 0:
             raise InvalidGraph(f"the file has more than {MAX_FIELDS} fields", limit=MAX_FIELDS)
@@ -133,6 +141,7 @@ def _packed(data: memoryview) -> Array:
     if len(data) > MAX_VARINT_BYTES:
         problem = f"a tensor has {len(data)} bytes of numbers without a fixed length; the limit is {MAX_VARINT_BYTES}"
         raise InvalidGraph(f"{problem}: write it with raw_data")
+    claim(VARINT_FACTOR * len(data))
     raw = np.frombuffer(data, np.uint8)
     starts = np.concatenate([[0], np.flatnonzero(raw < 128) + 1])
     lengths = np.diff(starts)

@@ -15,6 +15,7 @@ from service.errors import InvalidGraph, shown
 from service.graphs.nodes.table import dtype_of
 from service.graphs.plan import Node
 from service.graphs.protobuf import Budget, Message, numbered
+from service.kernels import claim
 from service.limits import MAX_RANK
 
 ATTRIBUTE = numbered("1:name 2:f 3:i 4:s 5:t 7:floats 8:ints 9:strings 20:type 21:reference")
@@ -41,6 +42,7 @@ def array_of(message: Message, label: str) -> Array:
     if array.size != math.prod(shape) * dtype.itemsize or math.prod(max(one, 1) for one in shape) >= 1 << 59:
         problem = f"{label}, {dtype} of shape {shown(list(shape))}, has {array.size} bytes of data"
         raise InvalidGraph(f"{problem}, but must have {math.prod(shape) * dtype.itemsize}")
+    claim(array.size)
     array = array.copy().view(dtype) if dtype != BOOL else array != 0
     array.flags.writeable = False
     return array.reshape(shape)

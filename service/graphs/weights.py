@@ -35,7 +35,8 @@ def parameters_of(model: Model, train: str | None = None) -> dict[str, Value]:
     floats = {one.name: one for one in values if one.dtype.name in FLOATS.dtypes}
     weights = _weights(model)
     weights = weights or [one for one in floats if one in model.constants and tensors[one].size > 1]
-    named = [one for one in floats if one in weights or one not in tensors]
+    others = tensors.keys() - {*weights}
+    named = [one for one in floats if one not in others]
     patterns = [one.strip() for one in train.split(",")] if train else ["*"] * bool(weights)
     chosen = {*weights} if patterns and patterns[0].startswith("!") else set()
     for pattern in patterns:

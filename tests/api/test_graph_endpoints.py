@@ -17,7 +17,7 @@ from safetensors.numpy import load, save
 from service.codecs.safetensors import MEDIA_TYPE
 from service.graphs.graph import Graph
 from service.keys import add as add_key
-from tests.api.models import chain, linear, trained
+from tests.api.models import chain, linear, model, trained
 from tests.serving import assert_problem, serving
 
 SAFETENSORS = {"Content-Type": MEDIA_TYPE}
@@ -358,3 +358,11 @@ def test_a_server_without_graphs_does_not_load_onnx() -> None:
     program = "import sys; import service.api.server; print([name for name in sys.modules if name.startswith('onnx')])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_memory_of_an_upload_is_counted() -> None:
+    """A megabyte of names becomes a hundred megabytes of Python's objects."""
+    content = model(inputs=[f"{number:06}" for number in range(20_000)], outputs=["000000"])
+    with serving(max_bytes_in_flight=16 << 20, max_tensor_bytes=1 << 20) as url, httpx.Client(base_url=url) as small:
+        assert_problem(put(small, content=content), 413, "tensor_too_large", "GRADSERVE_MAX_BYTES_IN_FLIGHT")
+        assert put(small).status_code == 201

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from service.dtypes import Array
 from service.engine.engine import Engine
 from service.errors import DtypeMismatch, GradserveError, InvalidGraph, MissingTensor, ShapeMismatch, UnknownTensor
-from service.graphs.graph import Graph
+from service.graphs.graph import STEP_BYTES, Graph
 from service.kernels import Operator
 from service.limits import Limits
 from tests.graphs.test_model import model, tensor
@@ -53,7 +53,7 @@ def test_weights_are_optional_members_with_names_that_buffers_may_have() -> None
         "nodes": {"Mul": 1, "Add": 1},
     }
     assert {name: one.tolist() for name, one in made.initial.items()} == {"parameters.fc_1_scale:0": [1, 2, 3]}
-    assert made.nbytes == 16
+    assert made.nbytes == 16 + 2 * STEP_BYTES
     operator = made.operator("scaled")
     assert run(operator, {"x.1": FLOATS})["out::y.1"].tolist() == [[1.5, -3.5, 9.5]]
     others = {"x.1": FLOATS, "parameters.fc_1_scale:0": np.zeros(3, np.float32)}

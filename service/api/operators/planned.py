@@ -10,13 +10,10 @@ from service.api.http.call import Call
 from service.buffers.graphs import StoredGraph
 from service.buffers.names import check_name
 from service.errors import GraphsNotInstalled
-from service.kernels import Operator
+from service.kernels import Operator, Workspace, workspace
 
 if TYPE_CHECKING:
     from service.graphs.graph import Graph
-
-PLANNING_FACTOR = 2
-"""A model takes as many times its bytes while it is read: the tensors, and the text that they are read from."""
 
 
 class Planned(NamedTuple):
@@ -28,7 +25,7 @@ class Planned(NamedTuple):
 
 
 def plan(call: Call, content: memoryview, options: Mapping[str, str]) -> Graph:
-    """Read and plan a model. Raises `InvalidGraph`, `GraphsNotInstalled` and `Busy`."""
+    """Read and plan a model, in memory that is reserved. Raises `InvalidGraph`, `GraphsNotInstalled` and `Busy`."""
     try:
         import onnx  # noqa: F401 - an extra: only servers that run graphs have it, and load it
     except ModuleNotFoundError:
@@ -37,9 +34,8 @@ def plan(call: Call, content: memoryview, options: Mapping[str, str]) -> Graph:
     from service.graphs.graph import Graph
     from service.graphs.model import GraphLimits
 
-    call.reserve(PLANNING_FACTOR * len(content))
-    limits = GraphLimits(max_nodes=call.settings.max_graph_nodes)
-    return Graph.read(content, limits, **options)
+    with workspace(Workspace(claim=call.reserve)):
+        return Graph.read(content, GraphLimits(max_nodes=call.settings.max_graph_nodes), **options)
 
 
 def keep(call: Call, stored: StoredGraph, graph: Graph) -> Planned:
