@@ -32,7 +32,7 @@ from service.buffers.names import check_length, check_name
 from service.buffers.sets import Set
 from service.buffers.specs import Spec
 from service.dtypes import Array
-from service.errors import UnsupportedMediaType, shown
+from service.errors import InvalidParameter, UnsupportedMediaType, shown
 
 if TYPE_CHECKING:
     from service.graphs.graph import Graph
@@ -186,6 +186,9 @@ def _check_type(call: Call) -> None:
 def _weights(call: Call, graph: Graph, texts: Sequence[str]) -> list[Change]:
     """Return the changes that write weights into buffers, from texts like `parameters:m.p.*`."""
     initial = graph.initial
+    if texts and not initial:
+        problem = f"set is {shown(texts[0])}, but the model has no weights of its own: write them into buffers yourself"
+        raise InvalidParameter(problem, parameter="set")
     groups = {name.partition(".")[0] for name in initial}
     inputs = [one for one in graph.operator("").inputs if one.name in groups]
     changes = list[Change]()

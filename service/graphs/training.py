@@ -54,6 +54,7 @@ def program_of(model: Model, train: str | None = None) -> Program:
     resets = {name for node in adds for name in node.inputs[2:]}
     nodes = [node for node in model.nodes if (node.domain, node.op) != ACCUMULATE]
     read = {name for node in nodes for name in node.inputs}
+    labels = {node.inputs[1] for node in nodes if node.op == "SoftmaxCrossEntropyLoss"}
     if read & (flags | buffers):
         raise InvalidGraph("a node reads an accumulation buffer, which is the server's here")
     known = {one.name: one for one in model.inputs}
@@ -68,7 +69,11 @@ def program_of(model: Model, train: str | None = None) -> Program:
     return Program(
         steps=[step_of(node) for node in _with_shapes(nodes)],
         constants={name: array for name, array in tensors.items() if name not in initial},
-        inputs=tuple(one for one in model.inputs if one.name not in {*parameters, *buffers, *(resets - read)}),
+        inputs=tuple(
+            _as_labels(one) if adds and one.name in labels else one
+            for one in model.inputs
+            if one.name not in {*parameters, *buffers, *(resets - read)}
+        ),
         outputs=tuple(outputs[1:] if adds else outputs),
         parameters=tuple(parameters.values()),
         loss=outputs[0] if adds and outputs else None,
@@ -76,6 +81,11 @@ def program_of(model: Model, train: str | None = None) -> Program:
         statistics=statistics,
         initial=initial,
     )
+
+
+def _as_labels(value: Value) -> Value:
+    """Return an input without a shape that is wrong: of scores [N, C, ...], ONNX Runtime's tool takes [N, C] for it."""
+    return value._replace(shape=None) if len(value.shape or ()) > 1 else value
 
 
 def _parameter(node: Node) -> str:

@@ -220,6 +220,11 @@ def test_only_weights_of_the_model_can_be_set(client: httpx.Client, text: str) -
     assert ok(client.get("/v1/graphs"))["graphs"] == []
 
 
+def test_a_model_without_weights_of_its_own_sets_none(client: httpx.Client) -> None:
+    answer = put(client, content=trained()[0], set="parameters:m.p.*")
+    assert_problem(answer, 422, "invalid_parameter", "set", "the model has no weights of its own")
+
+
 def test_a_put_with_a_key_is_made_once(client: httpx.Client) -> None:
     for replayed in (None, "true"):
         answer = client.put("/v1/graphs/g", content=linear(), headers={"Idempotency-Key": "k"})

@@ -103,3 +103,18 @@ def test_new_statistics_are_outputs_and_may_be_inputs() -> None:
     mean = "statistics.1.running_mean"
     again = operator({**given, **first}, {}, [mean])[mean]
     np.testing.assert_allclose(again, first[mean] * 0.9 + first[mean] - graph.initial[mean] * 0.9, rtol=1e-5, atol=1e-6)
+
+
+def test_labels_of_scores_with_more_dimensions_have_their_own_shape() -> None:
+    """ONNX Runtime's tool says that labels of scores [N, C, D] are [N, C]; they are [N, D]."""
+    text = """<ir_version: 8, opset_import: ["": 15, "com.microsoft": 1]>
+        g (float[2, 5, 3] x, float[1] w, int64[2, 5] labels, float[1] sum, bool[1] reset) => (float loss, bool[1] done)
+        <float one = {1.0}, int64[3] axes = {0, 1, 2}>
+        { s = Mul(x, w)  loss, p = SoftmaxCrossEntropyLoss(s, labels)
+          d = com.microsoft.SoftmaxCrossEntropyLossGrad(one, p, labels)  m = Mul(d, x)
+          w_grad = ReduceSum<keepdims = 0>(m, axes)  done = com.microsoft.InPlaceAccumulatorV2(sum, w_grad, reset) }"""
+    graph = Graph.read(onnx.parser.parse_model(text).SerializeToString())
+    x = np.random.default_rng(0).normal(size=(2, 5, 3)).astype(np.float32)
+    labels: Array = np.zeros((2, 3), np.int64)
+    given = {"x": x, "labels": labels, "parameters.w": np.zeros(1, np.float32)}
+    assert graph.operator("g")(given, {}, ["loss"])["loss"] == pytest.approx(np.log(5))
