@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,18 @@ def script() -> str:
 class Trainer:
     """A worker that runs a script in a directory. It can be killed, and started again with the same command."""
 
-    def __init__(self, code: str, directory: Path, rank: int, workers: int) -> None:
+    def __init__(
+        self, code: str, directory: Path, rank: int, workers: int, preloaded: Sequence[str] = PRELOADED
+    ) -> None:
         self._path, self._out = directory / f"train{rank}.py", directory / f"out{rank}"
         self.log = directory / f"log{rank}"
         self._path.write_text(f"import os\nos.chdir({str(directory)!r})\n{code}")
-        self._environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(workers)}
+        self._preloaded, self._environment = preloaded, {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(workers)}
         self.start()
 
     def start(self) -> None:
         self._out.unlink(missing_ok=True)
-        options: Any = {"arguments": (), "out": str(self._out), "preloaded": PRELOADED}
+        options: Any = {"arguments": (), "out": str(self._out), "preloaded": self._preloaded}
         self.process = Forked(str(self._path), self._environment, self.log, **options)
 
     def die(self) -> None:

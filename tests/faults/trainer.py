@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from gradserve_client import Client
-from gradserve_client._http.transport import Transport
 from gradserve_client.torch import GradientAccumulator
+
+from tests.faults.printing import await_last, print_requests, write
 
 WORKERS = 3
 COLUMNS = 256
@@ -22,9 +21,6 @@ WEIGHTS = range(1, WORKERS + 1)
 
 SECONDS = 600.0
 """How long a worker calls a server that is away, and how long an epoch waits for a worker on a slow machine."""
-
-LAST = "last"
-"""The file that the workers await before the last step, so that no fault comes too late."""
 
 Gradients = list[torch.Tensor]
 
@@ -85,7 +81,7 @@ def reference(megabytes: int, steps: int) -> dict[str, torch.Tensor]:
 def train(url: str, megabytes: int, part_bytes: int, steps: int) -> None:
     """Train as this rank, from the checkpoint on if there is one. Write a line for each step and request."""
     torch.set_num_threads(1)
-    Transport.send = written(Transport.send)  # type: ignore[method-assign]
+    print_requests()
     rank = int(os.environ["RANK"])
     training = Training(shapes_of(megabytes))
     with Client(url, timeout=SECONDS) as server:
@@ -94,8 +90,7 @@ def train(url: str, megabytes: int, part_bytes: int, steps: int) -> None:
         load_or_save(f"rank{rank}.pt", training.model, gradients)
         while gradients.epoch < steps:
             write(f"epoch {gradients.epoch}")
-            while gradients.epoch == steps - 1 and not os.path.exists(LAST):
-                time.sleep(0.01)
+            await_last(gradients.epoch, steps)
             training.set(training.gradients(gradients.epoch, rank))
             gradients.push(weight=WEIGHTS[rank])
             assert gradients.pull().contributors == {f"rank{one}": 1 for one in range(WORKERS)}
@@ -116,20 +111,3 @@ def save(path: str, *parts: Any) -> None:
     """Save the states at one moment."""
     torch.save([part.state_dict() for part in parts], f"{path}.new")
     os.replace(f"{path}.new", path)
-
-
-def written(send: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `send` that writes a line before each request, and one after its answer."""
-
-    def sent(self: Transport, request: Any, until: float) -> Any:
-        write(f"{request.method} {request.url.raw_path.decode()}")
-        answer = send(self, request, until)
-        write(str(answer.status))
-        return answer
-
-    return sent
-
-
-def write(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()

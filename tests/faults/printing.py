@@ -1,0 +1,37 @@
+"""What a worker prints in a run with faults, and where it waits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from gradserve_client._http.transport import Transport
+
+LAST = "last"
+"""The file that the workers await before the last step, so that no fault comes too late."""
+
+
+def await_last(epoch: int, steps: int) -> None:
+    """Wait for the file `LAST` if this is the last step."""
+    while epoch == steps - 1 and not os.path.exists(LAST):
+        time.sleep(0.01)
+
+
+def print_requests() -> None:
+    """Write a line before each request of this process, and one after its answer."""
+    send = Transport.send
+
+    def sent(self: Transport, request: Any, until: float) -> Any:
+        write(f"{request.method} {request.url.raw_path.decode()}")
+        answer = send(self, request, until)
+        write(str(answer.status))
+        return answer
+
+    Transport.send = sent  # type: ignore[method-assign]
+
+
+def write(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
