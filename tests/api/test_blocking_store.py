@@ -11,9 +11,11 @@ import httpx
 import pytest
 
 from service.buffers.memory import MemoryStore
+from tests.api.models import linear
 from tests.serving import serving
 
 LOOK_UPS = ("record", "durable", "now", "look", "names", "records", "read", "recall", "generation", "size")
+GRAPHS = ("graph", "graphs", "graph_content")
 
 
 @pytest.fixture
@@ -35,10 +37,23 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    for name in LOOK_UPS:
+    for name in (*LOOK_UPS, *GRAPHS):
         monkeypatch.setattr(MemoryStore, name, watched(name))
     monkeypatch.setattr(MemoryStore, "blocks", True)
     return counts
+
+
+def test_a_graph_makes_no_look_up_in_the_event_loop(calls: Counter[str]) -> None:
+    with serving() as url, httpx.Client(base_url=url, timeout=30) as http:
+        http.put("/v1/graphs/g?set=parameters:m.p.*", content=linear()).raise_for_status()
+        for query in ("", "?from=parameters:m.p.*"):
+            http.post(f"/v1/graphs/g{query}", json={"x": [[1, 2]]}).raise_for_status()
+        for path in ("/v1/graphs", "/v1/graphs/g", "/v1/graphs/g/model", "/v2/models/g"):
+            http.get(path).raise_for_status()
+        http.post("/v2/repository/index").raise_for_status()
+        http.delete("/v1/graphs/g").raise_for_status()
+    assert all(calls[name] for name in GRAPHS)
+    assert not calls["in the loop"]
 
 
 def test_a_step_makes_no_look_up_in_the_event_loop(calls: Counter[str]) -> None:

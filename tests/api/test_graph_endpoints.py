@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -295,6 +296,26 @@ def test_a_graph_that_is_not_planned_is_planned_once(tmp_path: Path, monkeypatch
             answers = [*pool.map(lambda number, client=client: run(client, "ab"[number % 2]), range(16))]
             assert [ok(answer)["y"]["data"] for answer in answers] == [Y] * 16
         assert len(plans) == expected
+
+
+def test_servers_share_graphs(postgres_url: str) -> None:
+    """Each has the graph of the moment, also if another server has replaced it."""
+    shared = {"store": postgres_url, "postgres_schema": f"test_{uuid.uuid4().hex}"}
+    with (
+        serving(**shared) as one,
+        serving(**shared) as two,
+        httpx.Client(base_url=one) as a,
+        httpx.Client(base_url=two) as b,
+    ):
+        query = {"from": "parameters:m.p.*"}
+        for factor in (2, 5):
+            assert put(a, content=linear(factor), set="parameters:m.p.*").status_code == 201
+            for client in (a, b, a, b):
+                assert ok(run(client, **query))["y"]["data"] == [[31 + factor], [61 + 2 * factor]]
+                assert ok(run(client))["y"]["data"] == [[31 + factor], [61 + 2 * factor]]
+            assert b.get("/v1/graphs/g/model").content == linear(factor)
+            assert b.delete("/v1/graphs/g").status_code == 204
+            assert run(a).status_code == 404
 
 
 def test_a_graph_ends_when_its_client_waits_no_longer() -> None:
