@@ -60,7 +60,7 @@ def training_of(model: Model, loss: str, train: str | None = None) -> Program:
     initial = {name: tensors[name] for name in (*gradients, *statistics) if name in tensors}
     return Program(
         steps=tape.steps,
-        constants={TRUE: np.array(True), **tape.constants, **{k: v for k, v in tensors.items() if k not in initial}},
+        constants={TRUE: np.array(True), **{k: v for k, v in tensors.items() if k not in initial}},
         inputs=tuple(one for one in inputs if one.name not in gradients),
         outputs=tuple(one for one in model.outputs if one.name != value.name),
         parameters=tuple(chosen[name] for name in gradients),
@@ -88,9 +88,10 @@ def _loss(model: Model, loss: str) -> tuple[tuple[Value, ...], Value, list[Node]
     wanted = Value("labels", INT64, output.shape and (output.shape[0], *output.shape[2:]))
     if "~target" in LOSSES[loss]:
         wanted = output._replace(name="target")
-    for one in (*model.inputs, *model.outputs):
-        if one.name in (wanted.name, "loss"):
-            raise InvalidGraph(f"the model has a tensor {one.name}, the name of one that {loss} adds")
+    made = {name for node in model.nodes for name in node.outputs} | {one.name for one in model.inputs}
+    taken = {wanted.name} & {*model.initializers, *model.constants, *made} | {"loss"} & outputs.keys()
+    if taken:
+        raise InvalidGraph(f"the model has a tensor {min(taken)}, the name of one that {loss} adds: rename it")
     check = Step(_same_shape, (output.name, "target"), ("~target",), loss)
     nodes = [_parsed(text, {"output": output.name}) for text in LOSSES[loss].split(";")]
     return (*model.inputs, wanted), Value("~loss", output.dtype, ()), nodes, [check]
@@ -126,6 +127,6 @@ def _in_training(node: Node, on_the_way: set[str]) -> Node:
 def _check_reached(gradients: Collection[str], train: str, chosen: Collection[str]) -> None:
     if not chosen:
         raise InvalidGraph("the model has no weights: name the inputs that are parameters with train=")
-    named = [name for name in chosen if name not in gradients and name in train.split(",")]
+    named = [name for name in chosen if name not in gradients and name in map(str.strip, train.split(","))]
     if named or not gradients:
         raise InvalidGraph(f"the loss does not depend on {shown(', '.join(named or chosen))}, which train= chooses")

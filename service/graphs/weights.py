@@ -27,8 +27,7 @@ def parameters_of(model: Model, train: str | None = None) -> dict[str, Value]:
     `train` has patterns of names with commas between; those after a ! are left out. It chooses among the weights: the
     initializers of floats that have a dimension and no other purpose, or, if there are none, the constants. Other
     patterns than * choose among the inputs, too, and a name chooses any tensor of floats. By default these are the
-    weights, if there are any.
-    Raises `InvalidGraph` for a pattern that chooses nothing.
+    weights, if there are any. Raises `InvalidGraph` for a pattern that chooses nothing.
     """
     tensors = {**model.initializers, **model.constants}
     values = [*model.inputs, *map(value_of, tensors.items())]

@@ -18,14 +18,10 @@ from service.kernels.softmax import log_softmax_grad_13
 @rule("SoftmaxCrossEntropyLoss", outputs=2)
 def _softmax_cross_entropy(tape: Tape, node: Node, dY: str, d_log_prob: str = "") -> list[str]:
     _, labels, *weights = node.inputs
-    log_prob = node.outputs[1]
-    gradients = []
-    if dY:
-        step = partial(softmax_cross_entropy_loss_grad, **node.attributes)
-        gradients.append(tape.call(step, dY, log_prob, labels, *weights))
-    if d_log_prob:
-        gradients.append(tape.call(partial(log_softmax_grad_13, axis=1), d_log_prob, log_prob))
-    return [tape.total(gradients)]
+    log_prob, step = node.outputs[1], partial(softmax_cross_entropy_loss_grad, **node.attributes)
+    of_loss = tape.call(step, dY, log_prob, labels, *weights) if dY else ""
+    of_log_prob = tape.call(partial(log_softmax_grad_13, axis=1), d_log_prob, log_prob) if d_log_prob else ""
+    return [tape.call(np.add, of_loss, of_log_prob) if of_loss and of_log_prob else of_loss or of_log_prob]
 
 
 @gradient_of("NegativeLogLikelihoodLoss")

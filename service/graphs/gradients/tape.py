@@ -67,6 +67,8 @@ def gradients(
     """
 
     def apply(tape: Tape, node: Node, dY: str, *_: str) -> list[str | None]:
+        if not dY:
+            return []
         tensors = dict(zip("ABCDE", node.inputs, strict=False)) | dict(zip("YZ", node.outputs, strict=False))
         tensors |= {"X": node.inputs[0], "dY": dY}
 
@@ -114,9 +116,7 @@ class Tape:
         self._steps, self._numbers = [*steps], count()
         self._early: dict[str, list[Step]] = {}
         self._known: dict[tuple[Callable[..., Any], str], str] = {}
-        self.constants: dict[str, Any] = {}
-        """The tensors that rules have made."""
-        self.label = ""
+        self.label = "the loss"
         """The node whose rule runs."""
         self.on_the_way: Collection[str] = ()
         """The tensors whose gradients matter."""
@@ -129,12 +129,6 @@ class Tape:
         names = tuple(self._name() for _ in range(outputs))
         self._steps.append(Step(function, inputs, names, f"The gradient of {self.label}"))
         return names[0] if outputs == 1 else names
-
-    def constant(self, value: Any) -> str:
-        """Return the name of a value that is known now."""
-        name = self._name()
-        self.constants[name] = value
-        return name
 
     def _name(self) -> str:
         return f"~{next(self._numbers)}"
@@ -164,15 +158,6 @@ class Tape:
         name: str = self.call(as_dtype, gradient, self.early(dtype_of, tensor))
         return name
 
-    def total(self, gradients: Sequence[str]) -> str:
-        """Return the name of the sum of the gradients, "" if there is none."""
-        if not gradients:
-            return ""
-        first, *others = gradients
-        for other in others:
-            first = self.call(np.add, first, other)
-        return first
-
     @property
     def steps(self) -> list[Step]:
         """All steps, each behind those that make its inputs."""
@@ -191,15 +176,16 @@ def differentiate(tape: Tape, nodes: Sequence[Node], loss: str, trained: Collect
     left out.
     """
     tape.on_the_way = on_the_way = dependent(nodes, trained)
-    found: dict[str, list[str]] = {loss: [tape.call(_one, loss)]}
+    found = {loss: tape.call(_one, loss)}
     for node in reversed(nodes):
-        gradients = [tape.total(found.pop(name, [])) if name else "" for name in node.outputs]
+        gradients = [found.pop(name, "") if name else "" for name in node.outputs]
         if not any(gradients) or on_the_way.isdisjoint(node.inputs):
             continue
         for name, gradient in zip(node.inputs, _apply(tape, node, gradients), strict=False):
-            if gradient is not None and name in on_the_way:
-                found.setdefault(name, []).append(gradient)
-    return {name: tape.typed(tape.total(found[name]), name) for name in trained if name in found}
+            if gradient and name in on_the_way:
+                # At once, so that a tensor that many nodes read has no gradient of each in memory.
+                found[name] = tape.call(np.add, found[name], gradient) if name in found else gradient
+    return {name: tape.typed(found[name], name) for name in trained if name in found}
 
 
 def _apply(tape: Tape, node: Node, gradients: Sequence[str]) -> Sequence[str | None]:

@@ -25,6 +25,7 @@ from service.graphs.plan import Plan
 from service.graphs.training import Program
 from service.graphs.weights import parameters_of
 from tests.graphs.gradients.question import assert_close
+from tests.kernels.calls import peak_bytes
 
 RANDOM = np.random.default_rng(3)
 TYPES = {"float32": TensorProto.FLOAT, "float64": TensorProto.DOUBLE, "int64": TensorProto.INT64}
@@ -141,6 +142,31 @@ def test_a_loss_that_does_not_fit_is_refused(loss: str, problem: str) -> None:
     shapes = {"y": [None, 3], **({"target": None} if loss == "MSELoss" else {})}
     with pytest.raises(InvalidGraph, match=problem):
         program(model(nodes, WEIGHTS, shapes), loss)
+
+
+def test_a_name_inside_the_model_is_not_taken_for_the_labels() -> None:
+    content = model([("Identity", "w", "labels"), ("Gemm", "x labels b", "y")], WEIGHTS)
+    with pytest.raises(InvalidGraph, match="the model has a tensor labels, the name of one that SoftmaxCross"):
+        program(content, "SoftmaxCrossEntropyLoss")
+
+
+def test_the_places_of_top_k_have_no_gradient() -> None:
+    nodes = [("MatMul", "x w", "h"), ("TopK", "h k", "v i"), ("Cast", "i", "f", {"to": 11}), ("Mul", "f s", "y")]
+    trained = program(model(nodes, {"w": WEIGHTS["w"], "k": np.array([2]), "s": numbers(2)}))
+    assert [*trained.gradients] == ["s"]
+    assert run(trained, {"x": X, "target": numbers(5, 2)})["s"].any()
+
+
+def test_gradients_of_many_readers_are_added_at_once() -> None:
+    shape, nodes = (64, 400), list[Any]()
+    for k in range(64):
+        nodes.append(("Slice", f"h from{k} to{k} axis", f"h{k}"))
+    total = ("Sum", " ".join(f"h{k}" for k in range(64)), "y")
+    places = {f"from{k}": np.array([k]) for k in range(64)} | {f"to{k}": np.array([k + 1]) for k in range(64)}
+    content = model([("Mul", "x w", "h"), *nodes, total], {"w": np.ones(shape), "axis": np.array([0]), **places})
+    trained, given = program(content), {"x": np.ones(shape), "target": np.zeros((1, 400))}
+    run(trained, given)
+    assert peak_bytes(lambda: run(trained, given)) < 10 * given["x"].nbytes
 
 
 def test_an_output_of_integers_has_no_loss() -> None:
