@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from service.dtypes import FLOAT32, INT64, NAMES, Array, DType
 from service.errors import InvalidGraph, shown
+from service.graphs.functions import Function, inlined
 from service.graphs.nodes import NODES
 from service.graphs.nodes.table import dtype_of
 from service.graphs.plan import Node
@@ -23,6 +24,7 @@ OPSETS = range(13, 24)
 
 _FILE = numbered("7:graph 8:opset_import 25:functions")
 _OPSET = numbered("1:domain 2:version")
+_FUNCTION = numbered("1:name 4:input 5:output 7:node 9:opset_import 10:domain 11:attribute")
 _GRAPH = numbered("1:node 5:initializer 11:input 12:output 15:sparse_initializer")
 _NODE = numbered("1:input 2:output 3:name 4:op_type 5:attribute 7:domain")
 _VALUE = numbered("1:name 2:type")
@@ -73,19 +75,19 @@ def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
     file = Message(memoryview(content).cast("B"), _FILE, Budget())
     if "graph" not in file:
         raise InvalidGraph("the file is no ONNX model, or it is damaged: it has no graph")
-    if "functions" in file:
-        raise InvalidGraph("the model has functions of its own: inline them, for example with onnx.inliner")
     graph = file.messages("graph", _GRAPH)[-1]
     if "sparse_initializer" in graph:
         raise InvalidGraph("the model has sparse initializers, which cannot be read")
     if (count := len(graph.all("node"))) > limits.max_nodes:
         problem = f"the model has {count} nodes; the limit is {limits.max_nodes} (GRADSERVE_MAX_GRAPH_NODES)"
         raise InvalidGraph(problem, limit=limits.max_nodes)
-    opsets = _opsets(file)
-    nodes = [_node(one, opsets) for one in graph.messages("node", _NODE)]
+    functions = file.messages("functions", _FUNCTION)
+    called = {(_domain(one), one.text("name")) for one in functions}
+    bodies = {(_domain(one), one.text("name")): _function(one, called) for one in functions}
+    nodes = inlined(_nodes(graph, _opsets(file), called), bodies, limits.max_nodes)
     _check_served(nodes)
     initializers = _initializers(graph, limits)
-    constants = {node.outputs[0]: _constant(node) for node in nodes if node.op == "Constant"}
+    constants = _constants(nodes)
     model = Model(
         inputs=tuple(_value(one) for one in graph.messages("input", _VALUE) if one.text("name") not in initializers),
         initializers=initializers,
@@ -112,12 +114,22 @@ def _domain(message: Message) -> str:
     return "" if domain == "ai.onnx" else domain
 
 
-def _node(message: Message, opsets: Mapping[str, int]) -> Node:
+def _function(message: Message, called: Collection[tuple[str, str]]) -> Function:
+    defaults = {one.text("name"): attribute_of(one, "a function") for one in message.messages("attribute", ATTRIBUTE)}
+    nodes = _nodes(message, _opsets(message), called)
+    return Function(message.texts("input"), message.texts("output"), nodes, defaults)
+
+
+def _nodes(message: Message, opsets: Mapping[str, int], called: Collection[tuple[str, str]]) -> list[Node]:
+    return [_node(one, opsets, called) for one in message.messages("node", _NODE)]
+
+
+def _node(message: Message, opsets: Mapping[str, int], called: Collection[tuple[str, str]]) -> Node:
     op, domain, name = message.text("op_type"), _domain(message), message.text("name")
     if domain not in opsets:
         raise InvalidGraph(f"the node {shown(name)}, {shown(op)}, has the domain {shown(domain)}, without an opset")
     attributes = {}
-    for one in message.messages("attribute", ATTRIBUTE) if _is_served(domain, op) else ():
+    for one in message.messages("attribute", ATTRIBUTE) if _is_served(domain, op) or (domain, op) in called else ():
         attributes[one.text("name")] = attribute_of(one, f"{op} {name}")
     outputs = message.texts("output")
     while outputs and not outputs[-1]:
@@ -170,6 +182,18 @@ def _check_served(nodes: Iterable[Node]) -> None:
     if keys := {(node.domain, node.op) for node in nodes if not _is_served(node.domain, node.op)}:
         listed = ", ".join(f"{domain}.{op}" if domain else op for domain, op in sorted(keys))
         raise InvalidGraph(f"the model has operators that are not served: {listed}", operators=listed)
+
+
+def _constants(nodes: Iterable[Node]) -> dict[str, Array]:
+    """Return the values of the nodes that are constants, by the name of their output."""
+    constants = dict[str, Array]()
+    for node in nodes:
+        if node.op == "Constant":
+            value = _constant(node)
+            if node.outputs[0] in constants:
+                raise InvalidGraph(f"the model has two constants {shown(node.outputs[0])}")
+            constants[node.outputs[0]] = value
+    return constants
 
 
 def _constant(node: Node) -> Array:

@@ -12,6 +12,7 @@ import numpy as np
 
 from service.dtypes import BFLOAT16, BOOL, FLOAT16, FLOAT32, FLOAT64, INT64, Array, DType
 from service.errors import InvalidGraph, shown
+from service.graphs.functions import Reference
 from service.graphs.nodes.table import dtype_of
 from service.graphs.plan import Node
 from service.graphs.protobuf import Budget, Message, numbered
@@ -61,12 +62,12 @@ def _typed(message: Message, dtype: DType) -> Array:
 
 
 def attribute_of(message: Message, label: str) -> Any:
-    """Return the value of an attribute: a number, a text, a list of them, or an array."""
+    """Return the value of an attribute: a number, a text, a list of them, or an array. In a function, a reference."""
     if "reference" in message:
-        raise InvalidGraph(f"{label} refers to an attribute of a function, but is in none")
+        return Reference(message.text("reference"))
     match _KINDS.get(message.int("type")):
         case "f":
-            return _floats(message, "f")[-1]
+            return (_floats(message, "f") or [0.0])[-1]
         case "i":
             return message.int("i")
         case "s":
@@ -85,7 +86,7 @@ def attribute_of(message: Message, label: str) -> Any:
 
 def _floats(message: Message, name: str) -> list[float]:
     """Return the shortest decimals that are the same float32: the numbers that the author wrote, in every dtype."""
-    return [float(str(number)) for number in message.floats(name)] or [0.0]
+    return [float(str(number)) for number in message.floats(name)]
 
 
 def with_defaults(node: Node) -> Node:

@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from service.dtypes import BFLOAT16, FLOAT32
 from service.errors import InvalidGraph
+from service.graphs.graph import Graph
 from service.graphs.model import GraphLimits, Value, read
 from service.graphs.protobuf import Budget
 
@@ -108,12 +109,6 @@ def short() -> onnx.ModelProto:
     return model(initializer=[stored])
 
 
-def with_function() -> onnx.ModelProto:
-    made = model()
-    made.functions.add(name="f", domain="mine")
-    return made
-
-
 def node(op: str, *inputs: str, outputs: tuple[str, ...] = ("y",), **attributes: Any) -> onnx.ModelProto:
     return model(helper.make_node(op, inputs or ("x",), outputs, name="n", **attributes))
 
@@ -121,7 +116,6 @@ def node(op: str, *inputs: str, outputs: tuple[str, ...] = ("y",), **attributes:
 REFUSED: list[tuple[Callable[[], onnx.ModelProto], str]] = [
     (external, "initializer 'w' has its data in another file"),
     (short, r"'w', float32 of shape \[1099511627776\], has 12 bytes of data, but must have 4398046511104"),
-    (with_function, "functions of its own"),
     (lambda: model(opset=12), "opset 12 of ONNX, but must have 13 to"),
     (
         lambda: model(
@@ -214,3 +208,80 @@ def test_an_initializer_has_few_dimensions() -> None:
     stored = numpy_helper.from_array(np.ones((1, 1, 1), np.float32), "w")
     with pytest.raises(InvalidGraph, match="the initializer 'w' has 3 dimensions; the limit is 2"):
         read(model(initializer=[stored]).SerializeToString(), GraphLimits(max_dimensions=2))
+
+
+def with_functions(*functions: onnx.FunctionProto, calls: int = 1, **attributes: Any) -> bytes:
+    """Return a model that calls the first function, several times in a row."""
+    names = ["x", *(f"a{k}" for k in range(1, calls)), "y"]
+    nodes = [
+        helper.make_node(functions[0].name, [names[k]], [names[k + 1]], domain="mine", **attributes)
+        for k in range(calls)
+    ]
+    made = model(*nodes)
+    made.opset_import.add(domain="mine", version=1)
+    made.functions.extend(functions)
+    content: bytes = made.SerializeToString()
+    return content
+
+
+def function(name: str, *nodes: onnx.NodeProto, inputs: Any = ("a", "b"), **options: Any) -> onnx.FunctionProto:
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("mine", 1)]
+    return helper.make_function("mine", name, inputs, ["c"], nodes, opsets, **options)
+
+
+def scaled() -> onnx.FunctionProto:
+    constant = helper.make_node("Constant", [], ["factor"])
+    constant.attribute.add(name="value_float", ref_attr_name="by", type=onnx.AttributeProto.FLOAT)
+    clip = helper.make_node("Clip", ["a", "b"], ["kept"])
+    default = helper.make_attribute("by", 3.0)
+    return function(
+        "Scaled", constant, clip, helper.make_node("Mul", ["kept", "factor"], ["c"]), attribute_protos=[default]
+    )
+
+
+def test_functions_of_a_model_are_put_in_place_of_their_calls() -> None:
+    outer = function(
+        "Twice",
+        helper.make_node("Scaled", ["a"], ["once"], domain="mine", by=2.0),
+        helper.make_node("Scaled", ["once"], ["c"], domain="mine"),
+    )
+    got = read(with_functions(outer, scaled(), calls=2))
+    assert [node.op for node in got.nodes] == ["Clip", "Mul"] * 4
+    assert [float(one) for one in got.constants.values()] == [2.0, 3.0, 2.0, 3.0]
+    assert got.nodes[0].inputs == ("x", "")
+    made = Graph.read(with_functions(outer, scaled(), calls=2)).operator("twice")
+    assert made({"x": np.ones((1, 3), np.float32)}, {})["y"].tolist() == [[36.0] * 3]
+
+
+def test_a_function_may_return_its_input() -> None:
+    same = helper.make_function("mine", "Same", ["a"], ["a"], [], [helper.make_opsetid("", 17)])
+    assert [(node.op, node.inputs, node.outputs) for node in read(with_functions(same)).nodes] == [
+        ("Identity", ("x",), ("y",))
+    ]
+
+
+def call(name: str) -> onnx.NodeProto:
+    return helper.make_node(name, ["a"], ["c"], domain="mine")
+
+
+def test_functions_have_an_end() -> None:
+    with pytest.raises(InvalidGraph, match="functions call each other more than 16 times"):
+        read(with_functions(function("Again", call("Again"))))
+    many = [
+        function(f"F{k}", *(helper.make_node(f"F{k + 1}", ["a"], [f"o{n}"], domain="mine") for n in range(50)))
+        for k in range(9)
+    ]
+    with pytest.raises(InvalidGraph, match="more than 20000 nodes with those of its functions"):
+        read(with_functions(*many, function("F9")))
+    with pytest.raises(InvalidGraph, match=r"operators that are not served: mine\.Missing"):
+        read(with_functions(function("Calls", call("Missing"))))
+
+
+def test_only_functions_refer_to_attributes() -> None:
+    concat = helper.make_node("Concat", ["x"], ["y"], name="n")
+    concat.attribute.add(name="axis", ref_attr_name="by", type=onnx.AttributeProto.INT)
+    with pytest.raises(InvalidGraph, match="Concat n refers to an attribute of a function, but is in none"):
+        read(model(concat).SerializeToString())
+    bare = helper.make_node("Constant", [], [], value_float=1.0)
+    with pytest.raises(InvalidGraph, match="Constant must have one attribute"):
+        read(model(bare).SerializeToString())
