@@ -1,4 +1,4 @@
-"""Adds over PostgreSQL, against PostgreSQL itself with the same bytes: `python -m benchmarks.cluster`.
+"""Adds over PostgreSQL, against PostgreSQL itself with the same bytes, and graphs: `python -m benchmarks.cluster`.
 
 Three servers share a PostgreSQL of their own in a temporary directory (TMPDIR chooses the disk), first without a
 standby, then with a synchronous standby, which the bare contenders wait for, too. Every add has an Idempotency-Key of
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psycopg
+from onnx import helper
+from onnx.numpy_helper import from_array
 
 from benchmarks.buffers import RATE_SECONDS, Client, Table, check, file, numbers, wrk
 from benchmarks.servers import Server, gradserve, serving
@@ -62,6 +64,18 @@ PARKED_SECONDS = 0.1
 MORE_MS = 20.0
 """Milliseconds that a long poll on another replica may take more."""
 
+SIZES = 784, 512, 10
+
+SHAPES = {"w1": SIZES[:2], "b1": SIZES[1:2], "w2": SIZES[1:], "b2": SIZES[2:]}
+"""The parameters of an MLP of these sizes."""
+
+BATCH = 64
+
+MICRO_BATCH = f"/v1/graphs/mlp?from=parameters:mlp.p.*&into=gradients:mlp.g.*&outputs=loss&weight={BATCH}"
+"""The request for a micro-batch."""
+
+WORKERS = 6
+"""Connections that send micro-batches."""
 
 TABLES = """
 create table bare (data bytea not null);
@@ -245,6 +259,64 @@ def long_polls(setting: Setting) -> None:
     setting.rows.rows.append([*case, f"{other:.4g}", f"{same:.4g}", f"{other - same:+.2f}", *wanted])
 
 
+def micro_batches(setting: Setting) -> None:
+    """Micro-batches of an MLP to all replicas, against those to one, over as many connections: gradients of one run."""
+    chance = np.random.default_rng(0)
+    model = mlp(chance)
+    body = file(x=chance.standard_normal((BATCH, SIZES[0]), np.float32), labels=chance.integers(0, SIZES[-1], BATCH))
+    with serving(gradserve(store=f"lmdb:{setting.work}/graphs"), "/v2/health/ready") as other:
+        choices = setting.servers, setting.servers[:1], [other]
+        first = [started(choice[0], model, body) for choice in choices[1:]]
+        turns = [[micro_batch_rate(choice, setting.work, body) for choice in choices] for _ in range(RATE_TURNS)]
+        for choice, gradients in zip(choices[1:], first, strict=True):
+            check_gradients(Client(choice[0]), gradients)
+    spread, alone, lmdb = (statistics.median(each) for each in zip(*turns, strict=True))
+    case = f"micro-batches/s of an MLP {'-'.join(map(str, SIZES))}, batch {BATCH}"
+    setting.rows.add(f"{case}, three replicas", "one replica", spread, alone, ">=", None)
+    setting.rows.add(f"{case}, one server over LMDB", "one replica", lmdb, alone, ">=", None)
+
+
+def started(server: Server, model: bytes, body: bytes) -> dict[str, Array]:
+    """Start a run of the MLP. Return the gradients of a micro-batch."""
+    client = Client(server)
+    client.ask("PUT", "/v1/graphs/mlp?loss=SoftmaxCrossEntropyLoss&set=parameters:mlp.p.*", model)
+    for name, shape in SHAPES.items():
+        client.create(f"mlp.g.{name}", *shape)
+    client.add(MICRO_BATCH, body)
+    return {name: client.value(f"mlp.g.{name}", "?reduce=mean") for name in SHAPES}
+
+
+def micro_batch_rate(servers: Sequence[Server], work: Path, body: bytes) -> float:
+    """Return the micro-batches per second of all servers together."""
+    places = [work / f"wrk{number}" for number in range(len(servers))]
+    for place in places:
+        place.mkdir(exist_ok=True)
+    send = partial(wrk, path=MICRO_BATCH, body=body, keys=True, connections=WORKERS // len(servers))
+    with ThreadPoolExecutor(len(servers)) as pool:
+        return sum(pool.map(send, servers, places))
+
+
+def check_gradients(client: Client, gradients: dict[str, Array]) -> None:
+    """Exit unless the mean gradients of the run are these."""
+    for name, gradient in gradients.items():
+        if not np.allclose(client.value(f"mlp.g.{name}", "?reduce=mean"), gradient, rtol=1e-3, atol=1e-6):
+            sys.exit(f"the sum in mlp.g.{name} is wrong")
+
+
+def mlp(chance: np.random.Generator) -> bytes:
+    """Return the model of an MLP in ONNX."""
+    weights = [from_array(chance.normal(0, 0.02, shape).astype(np.float32), name) for name, shape in SHAPES.items()]
+    nodes = [("Gemm", "x", "w1", "b1", "h"), ("Relu", "h", "a"), ("Gemm", "a", "w2", "b2", "scores")]
+    x, scores = (
+        helper.make_tensor_value_info(name, 1, [None, size])
+        for name, size in zip(("x", "scores"), SIZES[::2], strict=True)
+    )
+    made = [helper.make_node(op, given, [output]) for op, *given, output in nodes]
+    graph = helper.make_graph(made, "mlp", [x], [scores], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return bytes(model.SerializeToString())
+
+
 def answered(poller: Client, query: str) -> float:
     """Return when the long poll has its answer."""
     poller.value("polled", query)
@@ -257,7 +329,7 @@ def create(client: Client, name: str, size: int, quorum: int) -> None:
     client.ask("PUT", f"/v1/buffers/{name}", body, {"Content-Type": "application/json"})
 
 
-CASES = (small_adds, large_adds, shared_buffer, beside_large, long_polls)
+CASES = (small_adds, large_adds, shared_buffer, beside_large, long_polls, micro_batches)
 
 
 @contextmanager
