@@ -12,7 +12,7 @@ import numpy as np
 from service.dtypes import Array
 from service.errors import InvalidGraph
 from service.graphs.gradients.arrays import rounded_once
-from service.graphs.gradients.tape import Tape, rule
+from service.graphs.gradients.tape import Tape, gradient_of, rule
 from service.graphs.nodes.layers import is_training
 from service.graphs.plan import Node
 from service.kernels import OPERATORS
@@ -39,12 +39,9 @@ def conv(tape: Tape, node: Node, dY: str) -> Sequence[str]:
     return gradients
 
 
-@rule("MaxPool", "GlobalMaxPool", outputs=2)
-def max_pool(tape: Tape, node: Node, dY: str, *_: str) -> Sequence[str]:
-    def gradient(dY: Array, indices: Array, shape: tuple[int, ...]) -> Array:
-        return max_pool_grad(dY, indices, np.array(shape))
-
-    return [tape.call(gradient, dY, node.outputs[1], tape.shape(node.inputs[0]))]
+@gradient_of("MaxPool", "GlobalMaxPool", outputs=2)
+def max_pool(dY: Array, Z: Array, shape: tuple[int, ...]) -> Array:
+    return max_pool_grad(dY, Z, np.array(shape))
 
 
 @rule("AveragePool", "GlobalAveragePool")
