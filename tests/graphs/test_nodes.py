@@ -241,3 +241,14 @@ ONES = np.ones((2, 3))
 def test_tensors_that_do_not_fit_are_refused(op: str, given: list[Array], problem: str) -> None:
     with pytest.raises(GradserveError, match=re.escape(problem)):
         run(op, *given)
+
+
+def test_attention_to_nothing_is_zero() -> None:
+    given = [np.ones((1, 1, 2, 3))] * 3
+    seen = np.array([[False, False], [True, False]])
+    assert run("Attention", *given, seen, opset=23).tolist() == [[[[0.0] * 3, [1.0] * 3]]]
+
+
+def test_attention_with_a_cache_is_refused() -> None:
+    with pytest.raises(InvalidGraph, match="Attention: it has a cache of keys and values"):
+        step_of(node("Attention", 6, opset=23))

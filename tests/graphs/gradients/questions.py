@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -354,4 +355,37 @@ ask(
     outputs=2,
     reads=[0, 1],
     case="and log_prob",
+)
+
+
+def attention(q: Any, k: Any, v: Any, mask: Any = None, **options: Any) -> Any:
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, **options)
+
+
+def merge(heads: Any) -> Any:
+    return heads.transpose(1, 2).flatten(2)
+
+
+def split(tensor: Any, count: int) -> Any:
+    return tensor.unflatten(2, (count, -1)).transpose(1, 2)
+
+
+def capped(q: Any, k: Any, v: Any) -> Any:
+    return (1.5 * torch.tanh(q @ k.transpose(-1, -2) * 0.75 / 1.5)).softmax(-1) @ v
+
+
+QUERIES, KEYS, VALUES = numbers(1, 2, 3, 4), numbers(1, 2, 5, 4), numbers(1, 2, 5, 3)
+SEEN = np.array([[True, False, True, True, False], [False] * 4 + [True], [True] * 5])
+OPSET_23: dict[str, Any] = {"opset": 23}
+ask("Attention", attention, QUERIES, KEYS, VALUES, **OPSET_23)
+ask("Attention", attention, QUERIES, KEYS, VALUES, SEEN, case="with a mask", **OPSET_23)
+ask("Attention", attention, QUERIES, KEYS, VALUES, numbers(2, 3, 5), case="with a bias", **OPSET_23)
+ask("Attention", partial(attention, is_causal=True), QUERIES, KEYS, VALUES, is_causal=1, case="causal", **OPSET_23)
+ask("Attention", attention, numbers(2, 4, 3, 2), numbers(2, 2, 5, 2), numbers(2, 2, 5, 2), case="of groups", **OPSET_23)
+ask("Attention", capped, QUERIES, KEYS, VALUES, softcap=1.5, scale=0.75, case="with softcap", **OPSET_23)
+ask(
+    "Attention",
+    lambda q, k, v: merge(attention(split(q, 4), split(k, 2), split(v, 2))),
+    *(numbers(2, 3, 8), numbers(2, 5, 4), numbers(2, 5, 6)),
+    **{"q_num_heads": 4, "kv_num_heads": 2, "case": "of three dimensions", **OPSET_23},
 )
