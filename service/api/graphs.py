@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from service.api.buffers.models import MAX_LISTED_BUFFERS, Receipt
+from service.api.buffers.models import ListQuery, Receipt
 from service.api.buffers.openapi import DELETED, ETAG, MANY, ONE, READING, REPLAYED, UNCHANGED
 from service.api.buffers.preconditions import key_of, known_tag, refuse_headers
 from service.api.buffers.receipts import replayed
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 READ, WRITE = "ops", "graphs:write"
 
 MEDIA_TYPES = ("application/octet-stream", "application/onnx", "application/x-onnx")
-"""The media types of a model."""
+"""The media types of a model. OpenAPI shows the first: generators of clients know no others."""
 
 router = APIRouter(prefix="/v1/graphs", tags=["graphs"])
 
@@ -62,16 +62,6 @@ class PutQuery(BaseModel):
         alias="set",
         description="`parameters:m.p.*`: write the model's weights into new buffers. May repeat.",
     )
-
-
-class ListQuery(BaseModel):
-    """Which graphs are listed."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    prefix: str = Field("", description="Only graphs whose names begin with this.")
-    limit: int = Field(100, ge=1, le=MAX_LISTED_BUFFERS, description="Graphs on a page, at most.")
-    cursor: str = Field("", description="`next_cursor` of the previous page.")
 
 
 class GraphQuery(EndpointQuery):
@@ -130,13 +120,9 @@ class UploadedGraph(GraphInfo):
 
 
 class GraphTensors(RootModel[dict[str, Any]]):
-    """Tensors by name; a group is an object of tensors."""
+    """Tensors by name, and receipts in place of those that went to buffers. A group is an object of them."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"x": [[1.0, 2.0, 3.0, 4.0]]}})
-
-
-class GraphOutputs(RootModel[dict[str, Any]]):
-    """Tensors or receipts by name; a group is an object of them."""
 
 
 _HEADERS = answer_header("Location", "The path of the graph, relative to that of the request.") | REPLAYED
@@ -150,7 +136,7 @@ _HEADERS = answer_header("Location", "The path of the graph, relative to that of
         200: {"description": "The graph already existed", "model": UploadedGraph, "headers": _HEADERS},
         201: {"description": "The new graph", "model": UploadedGraph, "headers": _HEADERS},
     },
-    openapi_extra={"requestBody": {"required": True, "content": dict.fromkeys(MEDIA_TYPES, *BYTES_CONTENT.values())}},
+    openapi_extra={"requestBody": {"required": True, "content": BYTES_CONTENT}},
 )
 @access(WRITE, label="graphs")
 async def put_graph(call: CurrentCall, name: str, query: Annotated[PutQuery, Query()]) -> Answer:
@@ -258,7 +244,7 @@ async def delete_graph(call: CurrentCall, name: str) -> Answer:
     "/{name}",
     summary="Run a graph",
     dependencies=[*ONE, body(GraphTensors, required=False)],
-    response_model=GraphOutputs,
+    response_model=GraphTensors,
     responses={200: {"description": "The outputs", "content": SAFETENSORS_CONTENT}},
     openapi_extra=SAFETENSORS_BODY,
 )

@@ -170,7 +170,7 @@ def test_each_answer_comes_in_the_types_that_the_document_promises(schema: Any) 
 
 def test_each_body_may_have_the_types_that_the_document_promises(client: httpx.Client, schema: Any) -> None:
     types = {each for _, _, promised in _types_of_bodies(schema, "/v1") for each in promised}
-    assert types == {"application/json", "application/merge-patch+json", "application/vnd.safetensors", *MEDIA_TYPES}
+    assert types == {"application/json", "application/merge-patch+json", "application/vnd.safetensors", MEDIA_TYPES[0]}
     for method, path, promised in _types_of_bodies(schema, "/v1"):
         for sent in types:
             op = OPERATORS.get(path.removeprefix("/v1/ops/"))

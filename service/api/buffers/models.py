@@ -196,10 +196,10 @@ class WideQuery(_Query):
 
 
 class ListQuery(_Query):
-    """Which buffers are listed."""
+    """What is listed."""
 
-    prefix: str = Field("", description="Only buffers whose names begin with this.")
-    limit: int = Field(100, ge=1, le=MAX_LISTED_BUFFERS, description="Buffers on a page, at most.")
+    prefix: str = Field("", description="Only names that begin with this.")
+    limit: int = Field(100, ge=1, le=MAX_LISTED_BUFFERS, description="Entries on a page, at most.")
     cursor: str = Field("", description="`next_cursor` of the previous page.")
 
 

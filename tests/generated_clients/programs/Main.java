@@ -55,12 +55,12 @@ public class Main {
         String name = "java";
 
         ReluGradRequest request = new ReluGradRequest().dY(tensor(1, 2)).X(tensor(0.5, -1));
-        var answer = operators.reluGrad(null, null, null, null, null, null, null, null, request);
+        var answer = operators.reluGrad(null, null, null, null, null, null, null, null, null, null, null, request);
         show("relu", (FloatTensorAnswer) answer.getdX().getActualInstance());
 
         SGDOptimizerV2Request step = new SGDOptimizerV2Request().lr(tensor(1));
         step.weights(Map.of("fc.bias", tensor(3))).gradients(Map.of("fc.bias", tensor(1)));
-        var stepped = operators.sGDOptimizerV2(null, null, null, null, null, null, null, null, null, step);
+        var stepped = operators.sGDOptimizerV2(null, null, null, null, null, null, null, null, null, null, null, null, step);
         show("step", (FloatTensorAnswer) stepped.getUpdatedWeights().get("fc.bias").getActualInstance());
 
         buffers.createBuffer(name, new NewBuffer().shape(List.of(2L)), null, null, null);
@@ -73,7 +73,7 @@ public class Main {
 
         try {
             request.X(tensor(1));
-            operators.reluGrad(null, null, null, null, null, null, null, null, request);
+            operators.reluGrad(null, null, null, null, null, null, null, null, null, null, null, request);
         } catch (ApiException error) {
             System.out.println("error " + fault(error));
         }
