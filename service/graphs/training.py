@@ -49,13 +49,16 @@ class Program:
 def program_of(model: Model, train: str | None = None) -> Program:
     """Return the program of a model that has its gradients, or none, with these parameters. Raises `InvalidGraph`."""
     adds = [node for node in model.nodes if (node.domain, node.op) == ACCUMULATE]
+    for node in adds:
+        if len(node.inputs) < 2 or not node.outputs or "" in (*node.inputs[:2], node.outputs[0]):
+            raise InvalidGraph(f"{node.label} must have a buffer, a gradient, and an output")
     gradients = {_parameter(node): node.inputs[1] for node in adds}
     flags, buffers = {node.outputs[0] for node in adds}, {node.inputs[0] for node in adds}
     resets = {name for node in adds for name in node.inputs[2:]}
     nodes = [node for node in model.nodes if (node.domain, node.op) != ACCUMULATE]
     read = {name for node in nodes for name in node.inputs}
     labels = {node.inputs[1] for node in nodes if node.op == "SoftmaxCrossEntropyLoss"}
-    if read & (flags | buffers):
+    if (read | {*gradients.values()}) & (flags | buffers):
         raise InvalidGraph("a node reads an accumulation buffer, which is the server's here")
     known = {one.name: one for one in model.inputs}
     if missing := gradients.keys() - known.keys() - model.initializers.keys():

@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 from service.dtypes import Array
+from service.errors import InvalidGraph
 from service.graphs.graph import Graph
+from tests.graphs.test_model import model, tensor
 
 OWN = {path.stem: (path, path.with_suffix(".npz")) for path in (Path(__file__).parent / "models").glob("*.onnx")}
 FOLDER = os.environ.get("GRADSERVE_GRAPHS_FOLDER")
@@ -118,3 +120,19 @@ def test_labels_of_scores_with_more_dimensions_have_their_own_shape() -> None:
     labels: Array = np.zeros((2, 3), np.int64)
     given = {"x": x, "labels": labels, "parameters.w": np.zeros(1, np.float32)}
     assert graph.operator("g")(given, {}, ["loss"])["loss"] == pytest.approx(np.log(5))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "problem"),
+    [
+        (["b"], ["f"], "InPlaceAccumulatorV2 n must have a buffer, a gradient, and an output"),
+        (["b", ""], ["f"], "must have a buffer, a gradient, and an output"),
+        (["b", "x"], [], "must have a buffer, a gradient, and an output"),
+        (["b", "b"], ["f"], "a node reads an accumulation buffer, which is the server's here"),
+    ],
+)
+def test_damaged_accumulations_are_refused(inputs: list[str], outputs: list[str], problem: str) -> None:
+    add = helper.make_node("InPlaceAccumulatorV2", inputs, outputs, name="n", domain="com.microsoft")
+    nodes = [helper.make_node("Relu", ["x"], ["y"]), add]
+    with pytest.raises(InvalidGraph, match=problem):
+        Graph.read(model(*nodes, inputs=[tensor("x"), tensor("b")]).SerializeToString())
