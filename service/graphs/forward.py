@@ -37,6 +37,10 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
 """The attributes of these nodes."""
 
 
+MAX_LISTED = 1000
+"""Nodes that an error lists: names may be long."""
+
+
 def training_of(model: Model, loss: str, train: str | None = None) -> Program:
     """Return the program of a model's training. `loss` is one of `LOSSES`, or the name of an output that is the loss.
 
@@ -49,8 +53,9 @@ def training_of(model: Model, loss: str, train: str | None = None) -> Program:
     on_the_way = dependent(nodes, chosen)
     nodes = [_in_training(node, on_the_way) for node in nodes]
     if lacking := without_rule(nodes, value.name, chosen):
-        labels = shown(", ".join(node.label for node in lacking))
-        raise InvalidGraph(f"these nodes are on the way to the loss, and have no gradient: {labels}", nodes=labels)
+        labels = ", ".join(shown(node.label) for node in lacking[:MAX_LISTED])
+        problem = f"on the way to the loss, these nodes have no gradient: {labels}"
+        raise InvalidGraph(f"{problem}. train= can leave out the parameters before them", nodes=labels)
     steps = [*map(step_of, nodes)]
     steps[len(model.nodes) : len(model.nodes)] = checks
     tape = Tape(steps)
