@@ -33,7 +33,8 @@ def test_the_memory_limit_follows_from_the_settings() -> None:
     assert "GRADSERVE_MAX_TENSOR_BYTES" not in COMPOSE
     counted = max(settings.max_bytes_in_flight, ALONE_TENSORS * settings.max_tensor_bytes)
     process = (180 + 500 * settings.threads) * 10**6
-    total = counted + settings.max_bytes_in_flight + settings.reuse_bytes + process
+    kept = settings.reuse_bytes + settings.graph_cache_bytes
+    total = counted + settings.max_bytes_in_flight + kept + process
     assert total < number(r"mem_limit: (\d+)m", COMPOSE) << 20 < 1.2 * total
 
 

@@ -29,10 +29,11 @@ NEWEST = "3.14"
     [("gradserve", "linux"), ("gradserve", "linux-arm"), ("gradserve", "macos"), ("gradserve_client", "windows")],
 )
 def test_every_dependency_has_a_wheel(package: str, system: str, tmp_path: Path) -> None:
+    wheel = str(built(f"{package}-*.whl")) + "[graphs]" * (package == "gradserve")
     platforms = [f"--platform={name}" for name in SYSTEMS[system]]
     pip = [sys.executable, "-m", "pip", "--quiet", "install", "--dry-run", "--ignore-installed", f"--target={tmp_path}"]
     done = subprocess.run(
-        [*pip, "--only-binary=:all:", f"--python-version={NEWEST}", *platforms, str(built(f"{package}-*.whl"))],
+        [*pip, "--only-binary=:all:", f"--python-version={NEWEST}", *platforms, wheel],
         env={**os.environ, "PIP_CONSTRAINT": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
         capture_output=True,
         text=True,
