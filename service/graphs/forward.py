@@ -93,6 +93,9 @@ def _loss(model: Model, loss: str) -> tuple[tuple[Value, ...], Value, list[Node]
     wanted = Value("labels", INT64, output.shape and (output.shape[0], *output.shape[2:]))
     if "~target" in LOSSES[loss]:
         wanted = output._replace(name="target")
+    if wanted.shape and any(one.shape is None or None in one.shape for one in model.inputs):
+        # Exporters that leave the batch open often give the outputs the shape of their example.
+        wanted = wanted._replace(shape=(None,) * len(wanted.shape))
     made = {name for node in model.nodes for name in node.outputs} | {one.name for one in model.inputs}
     taken = {wanted.name} & {*model.initializers, *model.constants, *made} | {"loss"} & outputs.keys()
     if taken:

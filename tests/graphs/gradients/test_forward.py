@@ -108,6 +108,12 @@ def test_the_inputs_and_outputs_are_those_of_the_model_and_the_loss() -> None:
     assert [one.name for one in trained.parameters] == ["w", "b"]
 
 
+@pytest.mark.parametrize(("loss", "shape"), [("MSELoss", (None, None)), ("SoftmaxCrossEntropyLoss", (None,))])
+def test_a_target_has_any_batch_if_an_input_has(loss: str, shape: tuple[None, ...]) -> None:
+    trained = program(model(LINEAR, WEIGHTS, {"y": [4, 3]}), loss)
+    assert trained.inputs[-1].shape == shape
+
+
 def test_an_output_may_be_the_loss() -> None:
     nodes = [*LINEAR, ("ReduceMean", "y", "total", {"keepdims": 0})]
     trained = program(model(nodes, WEIGHTS, {"y": None, "total": []}), "total")
