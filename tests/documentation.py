@@ -12,6 +12,8 @@ from service.api.dashboard.limits import CONSTANTS
 from service.api.telemetry.metrics import FAMILIES, GAUGES
 from service.api.telemetry.processes import INFORMATION
 from service.errors import tree
+from service.graphs.gradients import RULES
+from service.graphs.nodes import NODES
 from service.kernels import OPERATORS, Attribute, Operator, Tensor
 from service.settings import Settings
 
@@ -130,7 +132,18 @@ def metrics() -> str:
     return table(("metric", "kind", "labels", "meaning"), ((f"`{name}`", *rest) for name, *rest in rows))
 
 
-TABLES = {make.__name__: make for make in (operators, errors, settings, limits, metrics)}
+def nodes() -> str:
+    """The operators that models may have, by domain, and whether the server differentiates them."""
+    rows = []
+    for domain in ("", "com.microsoft"):
+        ops = sorted(op for key, op in NODES if key == domain)
+        for title, has_rule in (("yes", True), ("no", False)):
+            listed = ", ".join(op for op in ops if ((domain, op) in RULES) is has_rule)
+            rows.append((f"`{domain or 'ai.onnx'}`", title, listed))
+    return table(("domain", "gradient", "operators"), rows)
+
+
+TABLES = {make.__name__: make for make in (operators, nodes, errors, settings, limits, metrics)}
 """The generated tables, by the names in their marks."""
 
 _TABLE = re.compile(r"(<!-- (\w+): make docs -->\n).*?(<!-- end -->)", re.DOTALL)
