@@ -10,7 +10,7 @@ import numpy as np
 
 from service.dtypes import BFLOAT16, BOOL, FLOAT16, Array, DType, cast
 from service.errors import DtypeMismatch, InvalidTensor
-from service.graphs.nodes.table import Function, dtype_of, maker
+from service.graphs.nodes.table import Function, Maker, dtype_of, maker
 from service.graphs.plan import Node
 from service.kernels import claim, share_out, spare_memory
 
@@ -103,14 +103,8 @@ def narrowed(wide: Array, dtype: DType) -> Array:
     return cast(wide, dtype)
 
 
-@maker(*UFUNCS)
-def _ufunc(node: Node) -> Function:
-    return partial(apply, UFUNCS[node.op])
-
-
-@maker(*TESTS)
-def _test(node: Node) -> Function:
-    return partial(apply, TESTS[node.op], dtype=BOOL)
+def _converted(x: Array, dtype: DType) -> Array:
+    return x if x.dtype == dtype else narrowed(x, dtype)
 
 
 @maker(*FOLDS)
@@ -131,9 +125,22 @@ def divide(a: Array, b: Array, *, out: Array) -> None:
         np.add(out, (out * b != a) & ((a < 0) != (b < 0)), out=out)
 
 
-@maker("Div")
-def _divide(node: Node) -> Function:
-    return partial(apply, divide)
+SIMPLE: dict[str, Maker] = {
+    **dict.fromkeys(UFUNCS, lambda node: partial(apply, UFUNCS[node.op])),
+    **dict.fromkeys(TESTS, lambda node: partial(apply, TESTS[node.op], dtype=BOOL)),
+    "Div": lambda _: partial(apply, divide),
+    "Mod": lambda node: partial(apply, np.fmod if node.attributes.get("fmod") else np.mod),
+    "BitShift": lambda node: partial(
+        apply, np.left_shift if node.attributes["direction"] == "LEFT" else np.right_shift
+    ),
+    "Cast": lambda node: partial(_converted, dtype=dtype_of(node.attributes["to"])),
+    "CastLike": lambda _: lambda x, like: _converted(x, like.dtype),
+    "Identity": lambda _: lambda x: x,
+}
+"""The makers that take a line."""
+
+for op, make in SIMPLE.items():
+    maker(op)(make)
 
 
 @maker("Pow")
@@ -147,16 +154,6 @@ def _power(node: Node) -> Function:
         return apply(np.power, base, exponent.astype(base.dtype))
 
     return power
-
-
-@maker("Mod")
-def _mod(node: Node) -> Function:
-    return partial(apply, np.fmod if node.attributes.get("fmod") else np.mod)
-
-
-@maker("BitShift")
-def _shift(node: Node) -> Function:
-    return partial(apply, np.left_shift if node.attributes["direction"] == "LEFT" else np.right_shift)
 
 
 @maker("IsInf")
@@ -193,25 +190,6 @@ def _where(node: Node) -> Function:
         return out
 
     return where
-
-
-@maker("Cast")
-def _cast(node: Node) -> Function:
-    return partial(_converted, dtype=dtype_of(node.attributes["to"]))
-
-
-@maker("CastLike")
-def _cast_like(node: Node) -> Function:
-    return lambda x, like: _converted(x, dtype=like.dtype)
-
-
-def _converted(x: Array, dtype: DType) -> Array:
-    return x if x.dtype == dtype else narrowed(x, dtype)
-
-
-@maker("Identity")
-def _identity(node: Node) -> Function:
-    return lambda x: x
 
 
 @maker("Dropout", random=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from service.dtypes import FLOAT32, INT64, Array, DType
 from service.errors import InvalidTensor, ShapeMismatch, shown
-from service.graphs.nodes.table import Function, dtype_of, maker
+from service.graphs.nodes.table import Function, Maker, dtype_of, maker
 from service.graphs.plan import Node
 from service.kernels import OPERATORS, claim, spare_memory
 
@@ -73,27 +74,28 @@ def _flatten(node: Node) -> Function:
     return flatten
 
 
-@maker("Squeeze")
-def _squeeze(node: Node) -> Function:
-    return lambda data, axes=None: np.squeeze(data, None if axes is None else tuple(integers(axes) or ()))
+def concatenated(*arrays: Array, axis: int) -> Array:
+    """Return the arrays, one behind the other along the axis."""
+    result: Array = OPERATORS["ConcatTraining"].kernel({str(k): one for k, one in enumerate(arrays)}, axis=axis)[0]
+    return result
 
 
-@maker("Unsqueeze")
-def _unsqueeze(node: Node) -> Function:
-    return lambda data, axes: np.expand_dims(data, tuple(integers(axes) or ()))
+SIMPLE: dict[str, Maker] = {
+    "Squeeze": lambda _: (
+        lambda data, axes=None: np.squeeze(data, None if axes is None else tuple(integers(axes) or ()))
+    ),
+    "Unsqueeze": lambda _: lambda data, axes: np.expand_dims(data, tuple(integers(axes) or ())),
+    "Transpose": lambda node: lambda data: contiguous(data.transpose(node.attributes.get("perm"))),
+    "Concat": lambda node: partial(concatenated, axis=node.attributes["axis"]),
+    "Shape": lambda node: (
+        lambda data: np.array(data.shape[node.attributes.get("start", 0) : node.attributes.get("end")], INT64)
+    ),
+    "Size": lambda _: lambda data: np.array(data.size, INT64),
+}
+"""The makers that take a line."""
 
-
-@maker("Transpose")
-def _transpose(node: Node) -> Function:
-    order = node.attributes.get("perm")
-    return lambda data: contiguous(data.transpose(order))
-
-
-@maker("Concat")
-def _concat(node: Node) -> Function:
-    axis = node.attributes["axis"]
-    kernel = OPERATORS["ConcatTraining"].kernel
-    return lambda *arrays: kernel({str(k): array for k, array in enumerate(arrays)}, axis=axis)[0]
+for op, make in SIMPLE.items():
+    maker(op)(make)
 
 
 @maker("Split")
@@ -187,17 +189,6 @@ _PLACES: dict[str, Any] = {
     "reflect": lambda at, length: np.abs((at + length - 1) % max(1, 2 * length - 2) - (length - 1)),
 }
 """For each mode, where the numbers come from that stand at the places `at`."""
-
-
-@maker("Shape")
-def _shape(node: Node) -> Function:
-    part = slice(node.attributes.get("start", 0), node.attributes.get("end"))
-    return lambda data: np.array(data.shape[part], INT64)
-
-
-@maker("Size")
-def _size(node: Node) -> Function:
-    return lambda data: np.array(data.size, INT64)
 
 
 @maker("ConstantOfShape")
