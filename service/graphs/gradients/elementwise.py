@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from service.dtypes import Array
-from service.graphs.gradients.arrays import rounded_once
+from service.graphs.gradients.arrays import kept, rounded_once
 from service.graphs.gradients.tape import Tape, gradients, rule
 from service.graphs.plan import Node
 from service.kernels.activations import leaky_relu_grad, quick_gelu_grad, relu_grad, sigmoid_grad, tanh_grad
@@ -17,7 +17,9 @@ from service.kernels.gelu import fast_gelu_grad, gelu_grad
 
 
 def _elu(dY: Array, X: Array, *, alpha: float = 1.0) -> Array:
-    return dY * np.where(X > 0, 1, alpha * np.exp(np.minimum(X, 0)))
+    linear = X > 0
+    slope: Array = kept(~linear, alpha * np.exp(np.minimum(X, 0))) + linear
+    return dY * slope
 
 
 def _mish(dY: Array, X: Array) -> Array:
@@ -57,33 +59,29 @@ DERIVATIVES: dict[str, tuple[Callable[..., Any] | None, ...]] = {
     "Elu": (_elu,),
     "Erf": (lambda dY, X: dY * np.exp(-X * X) * (2 / math.sqrt(math.pi)),),
     "Exp": (lambda dY, Y: dY * Y,),
-    "HardSigmoid": (lambda dY, Y, *, alpha=0.2: np.where((Y > 0) & (Y < 1), alpha * dY, 0),),
-    "HardSwish": (lambda dY, X: dY * np.where(np.abs(X) < 3, X / 3 + 0.5, X > 0),),
+    "HardSigmoid": (lambda dY, Y, *, alpha=0.2: kept((Y > 0) & (Y < 1), alpha * dY),),
+    "HardSwish": (lambda dY, X: dY * (kept(np.abs(X) < 3, X / 3 + 0.5) + (X >= 3)),),
     "Log": (lambda dY, X: dY / X,),
     "Mish": (_mish,),
     "Neg": (lambda dY: -dY,),
     "Reciprocal": (lambda dY, Y: -dY * Y * Y,),
     "Selu": (_selu,),
-    "Shrink": (lambda dY, X, *, lambd=0.5: np.where(np.abs(X) > lambd, dY, 0),),
+    "Shrink": (lambda dY, X, *, lambd=0.5: kept(np.abs(X) > lambd, dY),),
     "Sin": (lambda dY, X: dY * np.cos(X),),
     "Sinh": (lambda dY, X: dY * np.cosh(X),),
     "Softplus": (lambda dY, Y: -dY * np.expm1(-Y),),
     "Softsign": (lambda dY, X: dY / (1 + np.abs(X)) ** 2,),
     "Sqrt": (lambda dY, Y: dY / (2 * Y),),
     "Tan": (lambda dY, Y: dY * (Y * Y + 1),),
-    "ThresholdedRelu": (lambda dY, X, *, alpha=1.0: np.where(X > alpha, dY, 0),),
+    "ThresholdedRelu": (lambda dY, X, *, alpha=1.0: kept(X > alpha, dY),),
     "Div": (lambda dY, B: dY / B, lambda dY, B, Y: -dY / B * Y),
     "Mod": (lambda dY: dY, lambda dY, A, B: -dY * np.trunc(A / B)),
     "Mul": (lambda dY, B: dY * B, lambda dY, A: dY * A),
     "Pow": (_power, _exponent),
-    "PRelu": (lambda dY, X, B: np.where(X > 0, dY, dY * B), lambda dY, X: np.where(X > 0, 0, dY * X)),
+    "PRelu": (lambda dY, X, B: kept(X > 0, dY) + kept(~(X > 0), dY * B), lambda dY, X: kept(~(X > 0), dY * X)),
     "Sub": (lambda dY: dY, lambda dY: -dY),
-    "Where": (None, lambda dY, A: np.where(A, dY, 0), lambda dY, A: np.where(A, 0, dY)),
-    "Clip": (
-        lambda dY, X, Y: np.where(Y == X, dY, 0),
-        lambda dY, X, B: np.where(X < B, dY, 0),
-        lambda dY, X, C: np.where(X > C, dY, 0),
-    ),
+    "Where": (None, lambda dY, A: kept(A, dY), lambda dY, A: kept(~A, dY)),
+    "Clip": (lambda dY, X, Y: kept(Y == X, dY), lambda dY, X, B: kept(X < B, dY), lambda dY, X, C: kept(X > C, dY)),
 }
 """The gradients of the inputs of each operator. Their parameters say what they read: see `gradients`."""
 
@@ -143,7 +141,7 @@ def _share(dY: Array, Y: Array, *inputs: Array) -> Array:
 
 
 def _where_equal(gradient: Array, Y: Array, X: Array) -> Array:
-    return np.where(Y == X, gradient, 0)
+    return kept(Y == X, gradient)
 
 
 @rule("Cast", "CastLike")
