@@ -32,16 +32,16 @@ ASYNC_CLIENT = '''class AsyncClient:
     """'''
 
 AWAITED = [
-    (r"( *)(?<!@property\n    )def (?!__|place_of\b|routes\b)(\w+)\(", r"\1async def \2("),
+    (r"( *)(?<!@property\n    )def (?!__|place_of\b|routes\b|join\b|one_server\b)(\w+)\(", r"\1async def \2("),
     (r"def __(enter|exit)__", r"async def __a\1__"),
     (
-        r"\b(self\.(_runner\.(run|close)|_channel\.(send|close)|_send|close)"
+        r"\b(self\.(_runner\.(run|close)|_channel\.(send|close)|_send|close|_buffers\.\w+|info|start|_begin|_joined|_ended)"
         r"|shard\.(run|list|close)|super\(\)\.run|runner\.run|together|(?<!def )(added|pushed|staged|learn_limits))\(",
         r"await \1(",
     ),
     (r"\btime\.sleep\(", "await anyio.sleep("),
     (r"^import time$", "import anyio"),
-    (r"(?<![\w.\"`])(Buffers|Buffer|Ops|Client|Runner|Channel|Shards|Shard)(?=[\](:,)]| *$)", r"Async\1"),
+    (r"(?<![\w.\"`])(Buffers|Buffer|Graphs|Model|Ops|Client|Runner|Channel|Shards|Shard)(?=[\](:,)]| *$)", r"Async\1"),
     (
         r"from gradserve_client\.(?:_http\.)?(\w+) import (?=Async|channel|together|added)",
         r"from gradserve_client._async.\1 import ",
@@ -68,7 +68,7 @@ def awaited(source: str, module: str) -> str:
 def generated() -> dict[Path, str]:
     """Return the text of each generated file."""
     texts = {"_wire/defaults.py": operators.defaults(), "ops.py": operators.ops(), "_async/ops.py": async_ops()}
-    modules = ("_http/runner.py", "_http/shards.py", "_adding.py", "buffer.py", "buffers.py", "client.py")
+    modules = ("_http/runner.py", "_http/shards.py", "_adding.py", "buffer.py", "buffers.py", "graphs.py", "client.py")
     for module in modules:
         texts[f"_async/{Path(module).name}"] = awaited((PACKAGE / module).read_text(), module)
     if unused := [pattern for pattern, _ in AWAITED if not _USES[pattern]]:

@@ -26,7 +26,9 @@ class _Blocking:
         found = getattr(self._inner, name)
         if inspect.iscoroutinefunction(found):
             return lambda *args, **named: self._portal.call(partial(found, *map(_bare, args), **_bare(named)))
-        return _Blocking(found, self._portal) if type(found).__name__ in ("AsyncOps", "AsyncBuffers") else found
+        if inspect.ismethod(found):
+            return lambda *args, **named: _Blocking(found(*args, **named), self._portal)
+        return _Blocking(found, self._portal) if type(found).__name__.startswith("Async") else found
 
     def __getitem__(self, name: str) -> Any:
         return _Blocking(self._inner[name], self._portal)

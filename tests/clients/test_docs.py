@@ -19,12 +19,15 @@ import pytest
 from gradserve_client import AsyncClient, Client, errors
 from gradserve_client._async.buffer import AsyncBuffer
 from gradserve_client._async.buffers import AsyncBuffers
+from gradserve_client._async.graphs import AsyncGraphs, AsyncModel
 from gradserve_client._async.ops import AsyncOps
 from gradserve_client.buffer import Buffer
 from gradserve_client.buffers import Buffers
+from gradserve_client.graphs import Graphs, Model
 from gradserve_client.ops import Ops
 
 from service.kernels import OPERATORS
+from tests.api.models import linear
 from tests.serving import delete_buffers, serving
 
 generate = importlib.import_module("clients.python.generate")  # which mypy would find under two names
@@ -37,6 +40,8 @@ TWINS: list[tuple[type, type]] = [
     (Ops, AsyncOps),
     (Buffers, AsyncBuffers),
     (Buffer, AsyncBuffer),
+    (Graphs, AsyncGraphs),
+    (Model, AsyncModel),
 ]
 
 
@@ -64,6 +69,9 @@ def served() -> Iterator[str]:
 def fresh(served: str) -> Iterator[str]:
     """The URL of a server without other buffers."""
     yield served
+    with Client(served) as server:
+        for graph in server.graphs.list():
+            server.graphs[graph.name].delete()
     with httpx.Client(base_url=served) as client:
         delete_buffers(client)
 
@@ -74,8 +82,9 @@ def test_examples_in_docstrings(fresh: str, example: doctest.DocTest) -> None:
         shapes = {"w1": (1, 2), "w2": (1,), "layer1.weight": (2, 2), "layer1.bias": (2,)}
         for name, shape in shapes.items():
             server.buffers[name].create(shape)
+        server.graphs.put("linear", linear(), loss="MSELoss")
         said = io.StringIO()
-        example.globs.update(server=server, url=fresh)
+        example.globs.update(server=server, url=fresh, content=linear(), model=server.graphs["linear"])
         doctest.DocTestRunner().run(example, out=said.write)
     assert not said.getvalue()
 
@@ -84,9 +93,9 @@ def test_every_method_that_calls_has_an_example() -> None:
     with_examples = {test.name.removeprefix("gradserve_client.") for test in examples()}
     for name in OPERATORS.values():
         assert f"ops.Ops.{name.kernel.__name__}" in with_examples
-    for kind in (Buffers, Buffer):
+    for kind in (Buffers, Buffer, Graphs, Model):
         for method in public(kind).keys() - {"__getitem__", "__init__"}:
-            assert f"{kind.__name__.lower()}.{kind.__name__}.{method}" in with_examples
+            assert f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}.{method}" in with_examples
     assert {"client.Client", "client.Client.run", "client.Client.operators"} <= with_examples
 
 
@@ -131,7 +140,7 @@ def test_both_clients_are_alike(kind: type, twin: type) -> None:
     assert public(kind).keys() == public(twin).keys()
     for name, method in {**public(kind), "__init__": kind.__init__}.items():  # type: ignore[misc]
         assert parameters(method) == parameters(getattr(twin, name)), name
-        assert inspect.iscoroutinefunction(getattr(twin, name)) is not name.startswith("__"), name
+        assert inspect.iscoroutinefunction(getattr(twin, name)) is not (name.startswith("__") or name == "join"), name
         assert not inspect.iscoroutinefunction(method)
 
 

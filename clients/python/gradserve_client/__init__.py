@@ -3,6 +3,7 @@
 from gradserve_client._async.buffer import AsyncBuffer
 from gradserve_client._async.buffers import AsyncBuffers
 from gradserve_client._async.client import AsyncClient
+from gradserve_client._async.graphs import AsyncGraphs, AsyncModel
 from gradserve_client.buffer import Buffer
 from gradserve_client.buffers import Buffers
 from gradserve_client.client import Client
@@ -28,6 +29,8 @@ from gradserve_client.errors import (
     Unauthorized,
     Unavailable,
 )
+from gradserve_client.graph_models import GraphHead, GraphInfo, GraphTensor, MicroBatch, Step
+from gradserve_client.graphs import Graphs, Model
 from gradserve_client.models import (
     BufferInfo,
     BufferRules,
@@ -45,6 +48,8 @@ __all__ = [
     "AsyncBuffer",
     "AsyncBuffers",
     "AsyncClient",
+    "AsyncGraphs",
+    "AsyncModel",
     "Buffer",
     "BufferInfo",
     "BufferRules",
@@ -58,8 +63,14 @@ __all__ = [
     "EpochGone",
     "EpochOpen",
     "GradserveError",
+    "GraphHead",
+    "GraphInfo",
+    "GraphTensor",
+    "Graphs",
     "InvalidInput",
     "KeyReused",
+    "MicroBatch",
+    "Model",
     "NotFound",
     "NothingToAverage",
     "OperatorInfo",
@@ -70,6 +81,7 @@ __all__ = [
     "StagedPush",
     "StaleEpoch",
     "Statistics",
+    "Step",
     "StoreFull",
     "Taken",
     "TensorInfo",

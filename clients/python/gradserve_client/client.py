@@ -16,9 +16,11 @@ from gradserve_client._http.runner import Runner
 from gradserve_client._http.shards import Shard, Shards
 from gradserve_client._wire import calls
 from gradserve_client._wire.calls import Adding, Input, Into
+from gradserve_client._wire.specs import Reduce
 from gradserve_client._wire.tensors import Array
 from gradserve_client.buffers import Buffers
 from gradserve_client.errors import GradserveError
+from gradserve_client.graphs import Graphs
 from gradserve_client.models import OperatorInfo, Receipt
 from gradserve_client.ops import Ops
 
@@ -67,6 +69,8 @@ class Client:
         """The operators, a method each."""
         self.buffers = Buffers(self._runner)
         """The buffers, by name."""
+        self.graphs = Graphs(self._runner)
+        """The graphs, by name: models that live on the server."""
 
     def __repr__(self) -> str:
         places = [shard.place_of("") for shard in self._runner.shards]
@@ -90,6 +94,9 @@ class Client:
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
+        set: Mapping[str, Into] | None = None,
+        reduce: Reduce | None = None,
+        timeout: float = 0.0,
         **add: Unpack[Adding],
     ) -> dict[str, Array | Receipt]:
         """Run an operator by its ONNX name, and return its outputs by name.
@@ -99,10 +106,26 @@ class Client:
         receipt takes the output's place. With `epoch`, it adds only while the buffer is in that epoch. The epoch lists
         the `contributor`.
 
+        `set` maps outputs to buffers that they replace, all or none, and only if no input from a buffer has changed
+        meanwhile. The buffers "m.p.*" are a group. As an input, `server.buffers["m.g.*@16"]` is what epoch 16 of them
+        closed with: with `reduce="mean"` the means, after a wait of up to `timeout` seconds.
+
         >>> server.run("LeakyReluGrad", {"dY": [1, 2], "Y": [3, -4]}, {"alpha": 0.5})
         {'dX': array([1., 1.], dtype=float32)}
         """
-        return self._runner.run(calls.run(op, tensors, attributes or {}, outputs=outputs, into=into, **add))
+        return self._runner.run(
+            calls.run(
+                op,
+                tensors,
+                attributes or {},
+                outputs=outputs,
+                into=into,
+                set=set,
+                reduce=reduce,
+                timeout=timeout,
+                **add,
+            )
+        )
 
     def operators(self) -> list[OperatorInfo]:
         """Return the operators of the server.

@@ -196,3 +196,10 @@ BY_STATUS: dict[int, type[GradserveError]] = {
 def mistaken(parameter: str, fault: str) -> InvalidInput:
     """Return the error for an argument. Its context names the argument, as that of a server's error does."""
     return InvalidInput(f"{parameter} {fault}", code="invalid_parameter", context={"parameter": parameter})
+
+
+def explained(error: GradserveError, sentence: str) -> GradserveError:
+    """Return the error with a further sentence."""
+    error.detail = f"{error.detail}. {sentence}"
+    error.args = (error.detail,)
+    return error

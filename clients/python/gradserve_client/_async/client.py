@@ -11,6 +11,7 @@ import httpx
 
 from gradserve_client._async.buffers import AsyncBuffers
 from gradserve_client._async.channels import channel
+from gradserve_client._async.graphs import AsyncGraphs
 from gradserve_client._async.ops import AsyncOps
 from gradserve_client._async.runner import AsyncRunner
 from gradserve_client._async.shards import AsyncShard, AsyncShards
@@ -19,6 +20,7 @@ from gradserve_client._http.policy import Timeouts
 from gradserve_client._http.requests import Requests
 from gradserve_client._wire import calls
 from gradserve_client._wire.calls import Adding, Input, Into
+from gradserve_client._wire.specs import Reduce
 from gradserve_client._wire.tensors import Array
 from gradserve_client.errors import GradserveError
 from gradserve_client.models import OperatorInfo, Receipt
@@ -54,6 +56,8 @@ class AsyncClient:
         """The operators, a method each."""
         self.buffers = AsyncBuffers(self._runner)
         """The buffers, by name."""
+        self.graphs = AsyncGraphs(self._runner)
+        """The graphs, by name: models that live on the server."""
 
     def __repr__(self) -> str:
         places = [shard.place_of("") for shard in self._runner.shards]
@@ -77,6 +81,9 @@ class AsyncClient:
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
+        set: Mapping[str, Into] | None = None,
+        reduce: Reduce | None = None,
+        timeout: float = 0.0,
         **add: Unpack[Adding],
     ) -> dict[str, Array | Receipt]:
         """Run an operator by its ONNX name, and return its outputs by name.
@@ -85,8 +92,24 @@ class AsyncClient:
         to compute. `into` maps outputs to buffers: the server adds `weight` times the output to the buffer, and the
         receipt takes the output's place. With `epoch`, it adds only while the buffer is in that epoch. The epoch lists
         the `contributor`.
+
+        `set` maps outputs to buffers that they replace, all or none, and only if no input from a buffer has changed
+        meanwhile. The buffers "m.p.*" are a group. As an input, `server.buffers["m.g.*@16"]` is what epoch 16 of them
+        closed with: with `reduce="mean"` the means, after a wait of up to `timeout` seconds.
         """
-        return await self._runner.run(calls.run(op, tensors, attributes or {}, outputs=outputs, into=into, **add))
+        return await self._runner.run(
+            calls.run(
+                op,
+                tensors,
+                attributes or {},
+                outputs=outputs,
+                into=into,
+                set=set,
+                reduce=reduce,
+                timeout=timeout,
+                **add,
+            )
+        )
 
     async def operators(self) -> list[OperatorInfo]:
         """Return the operators of the server."""

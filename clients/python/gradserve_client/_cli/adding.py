@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from gradserve_client._cli import files
 from gradserve_client._cli.options import Contributor, Epoch, Key, Tensor, Weight
 from gradserve_client._cli.output import print_json, receipt_json, receipt_line
 from gradserve_client._cli.session import Session
+from gradserve_client._wire import files
 from gradserve_client.rows import Gradient
 
 

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from gradserve_client._cli import files
 from gradserve_client._cli.adding import add
 from gradserve_client._cli.options import (
     All,
@@ -45,6 +44,7 @@ from gradserve_client._cli.output import (
 from gradserve_client._cli.pushes import forget_push, pushes, staged_for
 from gradserve_client._cli.rules import create, set_rules
 from gradserve_client._cli.session import Session
+from gradserve_client._wire import files
 from gradserve_client._wire.specs import Reduce
 from gradserve_client.buffer import Buffer
 from gradserve_client.errors import NotFound

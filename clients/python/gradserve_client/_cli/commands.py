@@ -14,7 +14,6 @@ import typer
 from rich.text import Text
 from typer.main import get_command
 
-from gradserve_client._cli import files
 from gradserve_client._cli.buffers import app as about_buffers
 from gradserve_client._cli.info import info
 from gradserve_client._cli.options import Contributor, Key
@@ -30,7 +29,7 @@ from gradserve_client._cli.output import (
 from gradserve_client._cli.session import Session
 from gradserve_client._cli.watch import show_updates
 from gradserve_client._http.requests import DEFAULT_URL
-from gradserve_client._wire import calls
+from gradserve_client._wire import calls, files
 from gradserve_client.errors import NotFound
 from gradserve_client.models import BufferName, OperatorInfo, Receipt
 

@@ -30,6 +30,9 @@ REQUEST_ID = "x-request-id"
 _RETRYABLE = frozenset({408, 429, 502, 503, 504})
 """Statuses after which the same request may succeed."""
 
+_PASSING = frozenset({"source_changed"})
+"""Codes of other refusals after which the same request may succeed: other steps went first."""
+
 _UNCHANGED = frozenset({"expired", "keys_full", "pushes_full", "store_full"})
 """Codes of server errors after which nothing has changed. After any other server error something may have changed."""
 
@@ -97,7 +100,8 @@ def is_retryable(outcome: Outcome, error: GradserveError) -> bool:
     """Whether the same request may succeed later."""
     if isinstance(outcome, Answer):
         is_damaged = REQUEST_ID in outcome.headers and error.code is None  # from the server, but not whole
-        return outcome.status in _RETRYABLE or _is_running(outcome) or is_damaged
+        is_passing = outcome.status in _RETRYABLE or error.code in _PASSING
+        return is_passing or _is_running(outcome) or is_damaged
     is_impossible = isinstance(outcome, (Closed, httpx.UnsupportedProtocol, httpx.LocalProtocolError))
     return not is_impossible and "CERTIFICATE_VERIFY_FAILED" not in str(outcome)
 

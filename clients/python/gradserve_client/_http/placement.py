@@ -61,6 +61,8 @@ class Placement:
             return [(next(self._turns) % len(self.urls), call)]
         names: dict[int, list[str]] = {}
         for name in call.buffers:
+            if name.endswith("*") and len(self.urls) > 1:
+                raise InvalidInput(f"The buffers {name} may be on several servers: use the client of one of them")
             names.setdefault(self.server_of(name), []).append(name)
         if call.body_for is not None:
             return [

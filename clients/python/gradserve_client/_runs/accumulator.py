@@ -18,11 +18,11 @@ from gradserve_client._runs.names import checked_prefix, new_run, register_name
 from gradserve_client._runs.pushes import Pushes
 from gradserve_client._runs.register import FirstWorker, fitting
 from gradserve_client._runs.summed import Summed
-from gradserve_client._runs.sums import Sums, explained
+from gradserve_client._runs.sums import Sums
 from gradserve_client._wire.arguments import check_choice
 from gradserve_client._wire.specs import Reduce, rules_json
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, EpochGone, EpochOpen, InvalidInput, NothingToAverage, mistaken
+from gradserve_client.errors import Conflict, EpochGone, EpochOpen, InvalidInput, NothingToAverage, explained, mistaken
 from gradserve_client.models import BufferRules, Pulled, Pushed
 
 MOST_PUSHES = 10**9

@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from gradserve_client._http.log import logger
 from gradserve_client._http.placement import RETRYABLE
 from gradserve_client._runs import unheard
-from gradserve_client._runs.sums import Sums, explained
-from gradserve_client.errors import KeyReused, StaleEpoch
+from gradserve_client._runs.sums import Sums
+from gradserve_client.errors import KeyReused, StaleEpoch, explained
 from gradserve_client.models import Pushed
 from gradserve_client.rows import Gradient
 

@@ -21,7 +21,7 @@ from gradserve_client._wire import answers, bulk
 from gradserve_client._wire.specs import Reduce
 from gradserve_client._wire.tensors import Array
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, GradserveError, InvalidInput, NothingToAverage, StaleEpoch
+from gradserve_client.errors import Conflict, InvalidInput, NothingToAverage, StaleEpoch, explained
 from gradserve_client.models import BufferInfo, BufferRules, Receipt
 from gradserve_client.rows import Gradient
 
@@ -230,13 +230,6 @@ class Sums:
 
 def _closes_itself(rules: Mapping[str, Any]) -> bool:
     return not rules.keys().isdisjoint({"quorum", "quorum_weight", "deadline_seconds"})
-
-
-def explained(error: GradserveError, sentence: str) -> GradserveError:
-    """Return the error with a further sentence."""
-    error.detail = f"{error.detail}. {sentence}"
-    error.args = (error.detail,)
-    return error
 
 
 def _tally(group: Group, used: set[str], scale: float, weight: float) -> Array:

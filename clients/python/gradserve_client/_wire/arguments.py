@@ -43,6 +43,14 @@ def as_name(buffer: str | BufferName) -> str:
     return name
 
 
+def as_target(buffer: str | BufferName) -> str:
+    """Return the name of a buffer for an output, or a prefix and `*` for those of a group."""
+    name = buffer.name if isinstance(buffer, BufferName) else buffer
+    if isinstance(name, str) and name.endswith("*"):
+        return as_name(f"{name[:-1]}x")[:-1] + "*"
+    return as_name(name)
+
+
 def as_query(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters that are not None, in the form of a URL's query."""
     query = {name: value for name, value in parameters.items() if value is not None}

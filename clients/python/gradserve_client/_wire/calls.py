@@ -6,21 +6,27 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from gradserve_client._http.outcomes import Answer
 from gradserve_client._http.policy import Call
 from gradserve_client._wire.answers import JSON, as_receipt
-from gradserve_client._wire.arguments import as_contributor, as_float, as_key, as_name, as_query
+from gradserve_client._wire.arguments import as_contributor, as_float, as_key, as_query, as_target
 from gradserve_client._wire.defaults import DEFAULTS, GROUPS
 from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, as_array, decode, encode
 from gradserve_client.errors import InvalidInput, NotFound
 from gradserve_client.models import BufferName, OperatorInfo, Receipt, TensorInfo
 
+T = TypeVar("T")
+
 Into: TypeAlias = "str | BufferName"
 Input: TypeAlias = TensorLike | BufferName
 Inputs: TypeAlias = Mapping[str, Input] | Sequence[Input]
 """A group of tensors, by name or in order."""
+
+
+RESERVED = ("from", "outputs", "into", "set", "reduce", "timeout", "weight", "epoch", "contributor")
+"""Parameters of a request that no operator has as an attribute."""
 
 
 class Unweighted(TypedDict, total=False):
@@ -115,50 +121,77 @@ def run(
     *,
     gives: Sequence[str] = (),
     outputs: Sequence[str] | None = None,
-    into: Mapping[str, Into | Mapping[str, Into]] | None = None,
-    weight: float | None = None,
-    epoch: int | None = None,
-    contributor: str | None = None,
-    idempotency_key: str | None = None,
+    **more: Any,
 ) -> Call[dict[str, Array | Receipt]]:
-    """Run the operator. `gives` names all its outputs, if they are known.
+    """Run the operator. `gives` names all its outputs, if they are known. `more` are the arguments of `running`.
 
     The tensor `b` of the group `weights` has the name `weights.b` in the results, and may have it in the arguments.
     """
     _check(op, attributes)
-    inputs = _flat(tensors, GROUPS.get(op, ()))
+    inputs = flat(tensors, GROUPS.get(op, ()))
+    read = _outputs(gives if outputs is None else ())
+    return running(f"/v1/ops/{op}", inputs, DEFAULTS.get(op, {}), read, attributes, outputs=outputs, **more)
+
+
+def running(
+    path: str,
+    inputs: Mapping[str, Any],
+    dtypes: Mapping[str, str],
+    read: Callable[[Answer], T],
+    attributes: Mapping[str, Any] | None = None,
+    *,
+    outputs: Sequence[str] | None = None,
+    into: Mapping[str, Into | Mapping[str, Into]] | None = None,
+    set: Mapping[str, Into | Mapping[str, Into]] | None = None,
+    reduce: str | None = None,
+    timeout: float = 0.0,
+    weight: float | None = None,
+    epoch: int | None = None,
+    contributor: str | None = None,
+    idempotency_key: str | None = None,
+) -> Call[T]:
+    """Run what is at this path. `dtypes` are those of lists, by the names of inputs and groups."""
     sources = {name: value.name for name, value in inputs.items() if isinstance(value, BufferName)}
-    targets = {name: as_name(buffer) for name, buffer in _flat(into or {}, {*(into or {})}).items()}
+    added, written = _targets(into), _targets(set)
+    tensors = {name: value for name, value in inputs.items() if name not in sources}
     return Call(
         "POST",
-        f"/v1/ops/{op}",
-        _outputs(gives if outputs is None else ()),
+        path,
+        read,
         query={
-            **as_query(attributes),
+            **as_query(attributes or {}),
             **as_query(
                 {
                     "outputs": outputs if outputs is None or isinstance(outputs, str) else ",".join(outputs),
                     "weight": None if weight is None else as_float("weight", weight),
                     "epoch": epoch,
                     "contributor": None if contributor is None else as_contributor(contributor),
+                    "reduce": reduce,
                 }
             ),
             "from": [f"{name}:{buffer}" for name, buffer in sources.items()],
-            "into": [f"{name}:{buffer}" for name, buffer in targets.items()],
+            "into": [f"{name}:{buffer}" for name, buffer in added.items()],
+            "set": [f"{name}:{buffer}" for name, buffer in written.items()],
         },
         headers={"Content-Type": MEDIA_TYPE, "Accept": MEDIA_TYPE},
-        body=encode(_arrays(op, {name: value for name, value in inputs.items() if name not in sources})),
-        key=as_key(idempotency_key) if targets or idempotency_key is not None else None,
-        buffers=[*sources.values(), *targets.values()],
+        body=encode(_arrays(tensors, dtypes)),
+        key=as_key(idempotency_key) if added or written or idempotency_key is not None else None,
+        buffers=[*(name.partition("@")[0] for name in sources.values()), *added.values(), *written.values()],
+        wait=timeout,
     )
+
+
+def _targets(given: Mapping[str, Into | Mapping[str, Into]] | None) -> dict[str, str]:
+    """Return the buffers of outputs. The prefix of a group's buffers ends with `*`."""
+    return {name: as_target(buffer) for name, buffer in flat(given or {}, {*(given or {})}).items()}
 
 
 def _check(op: str, attributes: Mapping[str, Any]) -> None:
     if not isinstance(op, str) or not re.fullmatch(r"[A-Za-z0-9_]+", op):
         raise NotFound(f"There is no operator {op!r}", code="unknown_operator")
-    if reserved := attributes.keys() & {"from", "into", "outputs", "weight", "epoch", "contributor"}:
+    if reserved := attributes.keys() & RESERVED:
         raise InvalidInput(
-            f"{min(reserved)} is not an attribute of an operator: outputs, into, weight, epoch and contributor are"
+            f"{min(reserved)} is not an attribute of an operator: {', '.join(RESERVED[1:-1])} and {RESERVED[-1]} are"
             " arguments, and a buffer takes the place of an input",
             code="invalid_parameter",
         )
@@ -189,7 +222,7 @@ def grouped(
     return replace(call, read=read)
 
 
-def _flat(values: Mapping[str, Any], groups: Collection[str]) -> dict[str, Any]:
+def flat(values: Mapping[str, Any], groups: Collection[str]) -> dict[str, Any]:
     """Return the values that are not None, and those in the groups, by names like `weights.b`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
@@ -204,8 +237,7 @@ def _flat(values: Mapping[str, Any], groups: Collection[str]) -> dict[str, Any]:
     return flat
 
 
-def _arrays(op: str, tensors: Mapping[str, Any]) -> dict[str, Array]:
-    dtypes = DEFAULTS.get(op, {})
+def _arrays(tensors: Mapping[str, Any], dtypes: Mapping[str, str]) -> dict[str, Array]:
     return {
         name: as_array(value, name, dtypes.get(name.partition(".")[0], "float32")) for name, value in tensors.items()
     }

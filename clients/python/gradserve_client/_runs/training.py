@@ -1,0 +1,277 @@
+"""What a run of a graph sends: the names of its buffers, its keys, and the requests of a step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gradserve_client._http.outcomes import Answer
+from gradserve_client._http.policy import Call
+from gradserve_client._wire import answers, bulk, calls, graphs
+from gradserve_client._wire.arguments import check_choice
+from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, as_array, decode
+from gradserve_client.errors import InvalidInput, mistaken
+from gradserve_client.graph_models import GraphInfo, GraphTensor, MicroBatch, Step
+from gradserve_client.models import BufferInfo, BufferName, BufferSpec, Receipt
+
+Values: TypeAlias = Mapping[str, tuple[Array, Mapping[str, Any]]]
+"""Values of buffers by name, each with its receipt as the server writes it."""
+
+STATE = {"parameters": "p", "statistics": "s", "momentums_1": "m", "momentums_2": "v"}
+"""The groups that a run keeps from step to step, and their letters in the names of buffers."""
+
+OPTIMIZERS = {"AdamWOptimizer": ("momentums_1", "momentums_2"), "SGDOptimizerV2": ()}
+"""The optimizers, and the groups that each keeps besides the parameters."""
+
+CLOSED_WAIT_SECONDS = 15.0
+"""Seconds that a step waits for its epoch: alike in all workers, because their requests have one key."""
+
+NO_CLIP = 1e300
+"""A norm that no clipping reaches."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a graph that is joined."""
+
+    prefix: str
+    info: GraphInfo
+    worker: str | None
+    """The name of the worker, which the epochs list."""
+    sender: str
+    """What the keys of the worker's micro-batches have: its name, or else what only this process knows."""
+    life: float
+    """When the run was created: another run of the same name has other keys."""
+    first: int
+    """The steps before epoch 0, in the run whose checkpoint this run began with."""
+    closes_itself: bool
+    """Whether epochs close by a quorum or at a deadline."""
+
+    @property
+    def summed(self) -> list[str]:
+        """The names of the buffers whose epochs are the steps."""
+        return [*summed(self.prefix, self.info)]
+
+    def key(self, *what: object) -> str:
+        """Return the idempotency key of a change of this run."""
+        return key(self.prefix, self.life, *what)
+
+    def micro_batch(
+        self, tensors: Mapping[str, TensorLike], epoch: int, number: int, weight: float, outputs: Sequence[str]
+    ) -> Call[MicroBatch]:
+        """Compute the loss and the gradients of a micro-batch, and add them to the sums of its epoch."""
+        sources, into = ["parameters"], {"gradients": "g.*", "loss": "loss"}
+        if self.info.statistics:
+            sources, into = [*sources, "statistics"], {**into, "statistics": "t.*"}
+        inputs = {**calls.flat(tensors, graphs.GROUPS), **{one: self._group(one) for one in sources}}
+
+        def read(answer: Answer) -> MicroBatch:
+            values, metadata = decode(answer.body)
+            receipt = answers.as_receipt(json.loads(metadata["receipts"])["loss"], answer)
+            found: Any = {"replayed": receipt.replayed, "closed": receipt.closed}
+            return MicroBatch(step=self.first + epoch, counted=True, outputs=values, **found)
+
+        return calls.running(
+            graphs.path_of(self.info.name),
+            inputs,
+            graphs.dtypes(self.info),
+            read,
+            outputs=list(dict.fromkeys(["loss", *outputs])),
+            into={name: self.prefix + buffer for name, buffer in into.items()},
+            weight=weight,
+            epoch=epoch,
+            contributor=self.worker,
+            idempotency_key=self.key("batch", self.sender, epoch, number),
+        )
+
+    def mean_loss(self, epoch: int, timeout: float) -> Call[Values]:
+        """Wait for the end of an epoch, and read the mean of its losses, with its receipt."""
+        return self.values(["loss"], query={"epoch": epoch, "reduce": "mean"}, wait=timeout)
+
+    def values(self, names: Sequence[str], **more: Any) -> Call[Values]:
+        """Read these buffers of the run at one moment, with their receipts."""
+        some = [self.prefix + name for name in names]
+        return bulk.on_several(some, None, "value", answers.values_with_receipts, accept=MEDIA_TYPE, **more)
+
+    def checkpoint(self, values: Values) -> tuple[int, dict[str, Array]]:
+        """Return the number of steps, and the tensors of a checkpoint: parameters by name, and others behind `::`."""
+        letters = {letter: group for group, letter in STATE.items()}
+        tensors, step = {}, self.first
+        for buffer, (value, receipt) in values.items():
+            letter, _, name = buffer.removeprefix(self.prefix).partition(".")
+            tensors[name if letter == "p" else f"::{letters[letter]}.{name}"] = value
+            step = self.first + receipt["version"] - 1 if letter == "p" else step
+        return step, {**tensors, "::step": np.array(step, np.int64)}
+
+    def statistics(self, epoch: int) -> Call[Any]:
+        """Write the mean of the micro-batches' statistics over those of the run."""
+        return self._step(
+            "InplaceClipGradNorm",
+            {"gradients": BufferName(f"{self.prefix}t.*@{epoch}")},
+            {"max_norm": NO_CLIP},
+            outputs=["total_norm"],
+            set={"clipped_gradients": f"{self.prefix}s.*"},
+            idempotency_key=self.key("statistics", epoch),
+        )
+
+    def optimizer_step(self, optimizer: str, epoch: int, lr: float, attributes: Mapping[str, Any]) -> Call[Any]:
+        """Let the optimizer take the step of an epoch."""
+        moments = OPTIMIZERS[optimizer]
+        sources = {"weights": self._group("parameters"), "gradients": BufferName(f"{self.prefix}g.*@{epoch}")}
+        written = {"weights": "parameters", **{name: name for name in moments}}
+        inputs = {"lr": np.float64(lr), **sources, **{name: self._group(name) for name in moments}}
+        if moments:
+            inputs["step"] = np.int64(self.first + epoch + 1)
+        return self._step(
+            optimizer,
+            inputs,
+            attributes,
+            outputs=["updated_flag" if moments else "update_completed"],
+            set={f"updated_{output}": self._group(group).name for output, group in written.items()},
+            idempotency_key=self.key("step", epoch),
+        )
+
+    def moments(self, optimizer: str) -> dict[str, BufferSpec]:
+        """Return the specifications of what an optimizer keeps besides the parameters."""
+        check_choice("optimizer", optimizer, [*OPTIMIZERS])
+        groups = {group: self.info.parameters for group in OPTIMIZERS[optimizer]}
+        return {buffer: spec for group, some in groups.items() for buffer, spec in state(self.prefix, group, some)}
+
+    def _step(self, op: str, inputs: Any, attributes: Mapping[str, Any], **more: Any) -> Call[Any]:
+        return calls.run(op, inputs, attributes, reduce="mean", timeout=CLOSED_WAIT_SECONDS, **more)
+
+    def _group(self, name: str) -> BufferName:
+        return BufferName(f"{self.prefix}{STATE[name]}.*")
+
+
+def key(prefix: str, life: float, *what: object) -> str:
+    """Return the idempotency key of a change of a run."""
+    return hashlib.sha256("\n".join(map(str, (prefix, f"{life:.6f}", *what))).encode()).hexdigest()[:40]
+
+
+def summed(prefix: str, info: GraphInfo, rules: Mapping[str, Any] | None = None) -> dict[str, BufferSpec]:
+    """Return the buffers whose epochs are the steps: gradients, new statistics, and the loss."""
+    spec: Any = partial(BufferSpec, **(rules or {}))
+    groups = {"g": info.gradients, "t": info.statistics}
+    wide = {"float16": "float32", "bfloat16": "float32"}
+    sums = {
+        f"{prefix}{letter}.{name}": spec(shape=shape_of(name, one), dtype=wide.get(one.dtype, one.dtype))
+        for letter, some in groups.items()
+        for name, one in some.items()
+    }
+    return {**sums, f"{prefix}loss": spec(shape=(), dtype="float64")}
+
+
+def state(prefix: str, group: str, tensors: Mapping[str, GraphTensor]) -> list[tuple[str, BufferSpec]]:
+    """Return the buffers of a group that a run keeps from step to step."""
+    return [
+        (f"{prefix}{STATE[group]}.{name}", BufferSpec(shape=shape_of(name, one), dtype=one.dtype))
+        for name, one in tensors.items()
+    ]
+
+
+def shape_of(name: str, tensor: GraphTensor) -> tuple[int, ...]:
+    """Return the shape of a parameter. Raises `InvalidInput` if the model leaves it open."""
+    if tensor.shape is None or None in tensor.shape:
+        raise InvalidInput(f"The parameter {name!r} has the shape {tensor.shape}, but a run needs every length")
+    return tuple(length or 0 for length in tensor.shape)
+
+
+def is_started(prefix: str, info: GraphInfo, found: Mapping[str, BufferInfo]) -> bool:
+    """Whether the run has all its buffers, and its parameters have values."""
+    needed = [name for group in ("parameters", "statistics") for name, _ in state(prefix, group, getattr(info, group))]
+    return all(name in found and found[name].version > 0 for name in needed) and summed(prefix, info).keys() <= {*found}
+
+
+def check_trains(info: GraphInfo) -> None:
+    """Raise `InvalidInput` for a graph without gradients."""
+    if not info.gradients:
+        raise InvalidInput(f"The graph {info.name!r} gives no gradients: upload it with loss=, as put(..., loss='...')")
+
+
+def in_buffers(prefix: str, info: GraphInfo, tensors: Mapping[str, TensorLike]) -> dict[str, Array]:
+    """Return weights, or the tensors of a checkpoint, by the names of their buffers. Raises `InvalidInput`."""
+    given = {name if name.startswith("::") else f"::parameters.{name}": value for name, value in tensors.items()}
+    arrays = {}
+    for name, value in given.items():
+        group, _, member = name.removeprefix("::").partition(".")
+        if group not in (*STATE, "step"):
+            raise mistaken("weights", f"has {name!r}, but a checkpoint has only ::step and ::{'.*, ::'.join(STATE)}.*")
+        if group == "step":
+            arrays[f"{prefix}::first"] = as_array(value, name).astype(np.float64)
+        else:
+            arrays[f"{prefix}{STATE[group]}.{member}"] = as_array(value, name)
+    for group in ("parameters", "statistics"):
+        known = {name for name, _ in state(prefix, group, getattr(info, group))}
+        there = {name for name in arrays if name.startswith(f"{prefix}{STATE[group]}.")}
+        if group == "parameters" or there:
+            _check_names(group, prefix, known, there)
+    return arrays
+
+
+def _check_names(group: str, prefix: str, known: set[str], given: set[str]) -> None:
+    for names, fault in ((known - given, "lacks"), (given - known, "has")):
+        if names:
+            one = min(names).removeprefix(f"{prefix}{STATE[group]}.")
+            raise mistaken("weights", f"{fault} {one!r}, but must have the {group} of the graph, all of them")
+
+
+def own_groups(prefix: str, info: GraphInfo, given: Mapping[str, Array]) -> dict[str, str]:
+    """Return the buffers of the groups whose values are the model's own."""
+    prefixes = {group: f"{prefix}{STATE[group]}." for group in graphs.GROUPS if getattr(info, group)}
+    return {
+        group: f"{start}*" for group, start in prefixes.items() if not any(name.startswith(start) for name in given)
+    }
+
+
+def no_weights(info: GraphInfo) -> InvalidInput:
+    """Return the error of a run that begins without weights."""
+    return InvalidInput(f"The model {info.name!r} has no weights of its own for all parameters: give start(weights)")
+
+
+def epochs_done(prefix: str, info: GraphInfo, found: Mapping[str, BufferInfo]) -> int:
+    """Return the number of steps of this run that are done: each writes every parameter once."""
+    return min(found[name].version for name, _ in state(prefix, "parameters", info.parameters)) - 1
+
+
+def joined(
+    prefix: str,
+    info: GraphInfo,
+    found: Mapping[str, BufferInfo],
+    worker: str | None,
+    sender: str,
+    first: Mapping[str, Array],
+) -> Run:
+    """Return the run of these buffers. `first` has the steps of its checkpoint, if it began with one.
+
+    Raises `InvalidInput` if parameters have no values.
+    """
+    if not is_started(prefix, info, found):
+        raise no_weights(info)
+    loss = found[f"{prefix}loss"]
+    rules = loss.quorum, loss.quorum_weight, loss.deadline_seconds
+    before = sum(int(value) for value in first.values())
+    return Run(prefix, info, worker, sender, loss.created_at, before, any(rule is not None for rule in rules))
+
+
+def step_of(step: int, results: Mapping[str, Array | Receipt], ended: Values | None) -> Step:
+    """Return what is known of a step that is done."""
+    replayed = any(isinstance(one, Receipt) and one.replayed for one in results.values())
+    if not ended:
+        return Step(step=step, replayed=replayed)
+    ((loss, receipt),) = ended.values()
+    names = ("count", "weight", "contributors", "closed_by")
+    return Step(step=step, replayed=replayed, loss=float(loss), **{name: receipt.get(name) for name in names})
+
+
+def kept(prefix: str, found: Sequence[BufferInfo]) -> list[str]:
+    """Return the names, without the prefix, of the buffers that a run keeps from step to step."""
+    starts = tuple(f"{letter}." for letter in STATE.values())
+    names = [one.name.removeprefix(prefix) for one in found]
+    return [name for name in names if name.startswith(starts)]

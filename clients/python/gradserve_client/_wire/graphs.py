@@ -1,0 +1,77 @@
+"""The calls of graphs: what to send, and how to read the answer. Both clients share them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradserve_client._http.outcomes import Answer
+from gradserve_client._http.policy import Call
+from gradserve_client._wire import answers
+from gradserve_client._wire.answers import JSON
+from gradserve_client._wire.arguments import as_key, as_name, as_query, as_target
+from gradserve_client._wire.bulk import PAGE_BUFFERS
+from gradserve_client._wire.calls import Input, Inputs, flat, running
+from gradserve_client._wire.tensors import Array
+from gradserve_client.graph_models import GraphHead, GraphInfo
+
+GROUPS = ("parameters", "statistics")
+"""The groups of a graph's inputs."""
+
+
+def path_of(name: str) -> str:
+    """Return the path of a graph."""
+    return f"/v1/graphs/{as_name(name)}"
+
+
+def put(
+    name: str, content: bytes, options: Mapping[str, str | None], sets: Mapping[str, str], key: str | None
+) -> Call[GraphInfo]:
+    """Upload a graph. `sets` has the buffers of its groups of weights."""
+    query = {**as_query(options), "set": [f"{group}:{as_target(buffer)}" for group, buffer in sets.items()]}
+    headers = {"Content-Type": "application/octet-stream", "Accept": JSON}
+    return Call("PUT", path_of(name), _info, query=query, headers=headers, body=[content], key=as_key(key))
+
+
+def info(name: str) -> Call[GraphInfo]:
+    """Read what a graph takes and gives."""
+    return Call("GET", path_of(name), _info, headers={"Accept": JSON})
+
+
+def content(name: str) -> Call[bytes]:
+    """Read the model."""
+    return Call("GET", f"{path_of(name)}/model", lambda answer: bytes(answer.body))
+
+
+def page(prefix: str, cursor: str) -> Call[tuple[list[GraphHead], str | None]]:
+    """List some graphs, and tell where the next ones begin."""
+
+    def read(answer: Answer) -> tuple[list[GraphHead], str | None]:
+        found = json.loads(answer.body)
+        return [GraphHead.of(fields) for fields in found["graphs"]], found["next_cursor"]
+
+    query = {"prefix": prefix, "cursor": cursor, "limit": PAGE_BUFFERS}
+    return Call("GET", "/v1/graphs", read, query=query, headers={"Accept": JSON})
+
+
+def run(
+    info: GraphInfo, tensors: Mapping[str, Input | Inputs], outputs: Sequence[str] | None, seed: int | None
+) -> Call[dict[str, Array]]:
+    """Run a graph, and read its outputs."""
+    inputs, attributes = flat(tensors, GROUPS), {"seed": seed}
+    return running(path_of(info.name), inputs, dtypes(info), answers.values, attributes, outputs=outputs)
+
+
+def delete(name: str, key: str | None) -> Call[None]:
+    """Delete a graph."""
+    return Call("DELETE", path_of(name), answers.deleted, headers={"Accept": JSON}, key=as_key(key))
+
+
+def dtypes(info: GraphInfo) -> dict[str, Any]:
+    """Return the dtypes of a graph's plain inputs."""
+    return {name: one.dtype for name, one in info.inputs.items()}
+
+
+def _info(answer: Answer) -> GraphInfo:
+    return GraphInfo.of(json.loads(answer.body))
