@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from service.dtypes import INT64, Array
+from service.dtypes import BOOL, INT64, Array, DType
 from service.graphs.nodes.elementwise import apply
 from service.graphs.nodes.shapes import axes_of, integers
 from service.graphs.nodes.table import Function, maker
@@ -19,15 +20,25 @@ _sum = OPERATORS["ReduceSumTraining"].kernel
 
 def _mean(data: Array, axes: Array, **options: Any) -> Array:
     total = _sum(data, axes, **options)
-    return apply(np.divide, total, np.asarray(max(1, data.size) // max(1, total.size), total.dtype))
+    return apply(np.divide, total, np.asarray(data.size // max(1, total.size), total.dtype))
 
 
-def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
+def _extreme(function: Callable[..., Any], sign: int) -> Callable[..., Any]:
+    """Return the reduction by the function. That of nothing is an infinity with the sign, or the integer next to it."""
+
     def reduce(data: Array, axes: Array, *, keepdims: int) -> Array:
-        claim(data.nbytes // max(1, data.shape[-1] if data.ndim else 1))
-        return np.asarray(function(data, axis=tuple(axes.tolist()) or None, keepdims=bool(keepdims)))
+        along = tuple(axes.tolist()) or tuple(range(data.ndim))
+        claim(data.itemsize * math.prod(n for axis, n in enumerate(data.shape) if axis not in along))
+        edge = {} if data.size or not sign else {"initial": _edge(data.dtype, sign)}
+        return np.asarray(function(data, axis=along, keepdims=bool(keepdims), **edge))
 
     return reduce
+
+
+def _edge(dtype: DType, sign: int) -> Any:
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).min if sign < 0 else np.iinfo(dtype).max
+    return sign > 0 if dtype == BOOL else sign * np.inf
 
 
 def _of(before: Callable[..., Any], after: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -42,7 +53,7 @@ def _of(before: Callable[..., Any], after: Callable[..., Any] | None = None) -> 
 
 def _log_sum_exp(data: Array, axes: Array, *, keepdims: int) -> Array:
     along = tuple(axes.tolist()) or None
-    highest = np.max(data, axis=along, keepdims=True)
+    highest = REDUCTIONS["ReduceMax"](data, axes, keepdims=1)
     highest = np.where(np.isfinite(highest), highest, 0).astype(data.dtype)
     total = _sum(apply(np.exp, apply(np.subtract, data, highest)), axes, keepdims=1)
     result = apply(np.add, apply(np.log, total), highest)
@@ -52,9 +63,9 @@ def _log_sum_exp(data: Array, axes: Array, *, keepdims: int) -> Array:
 REDUCTIONS: dict[str, Callable[..., Any]] = {
     "ReduceSum": _sum,
     "ReduceMean": _mean,
-    "ReduceMax": _extreme(np.max),
-    "ReduceMin": _extreme(np.min),
-    "ReduceProd": _extreme(np.prod),
+    "ReduceMax": _extreme(np.max, -1),
+    "ReduceMin": _extreme(np.min, 1),
+    "ReduceProd": _extreme(np.prod, 0),
     "ReduceL1": _of(np.abs),
     "ReduceSumSquare": _of(np.square),
     "ReduceL2": _of(np.square, np.sqrt),
