@@ -389,3 +389,29 @@ ask(
     *(numbers(2, 3, 8), numbers(2, 5, 4), numbers(2, 5, 6)),
     **{"q_num_heads": 4, "kv_num_heads": 2, "case": "of three dimensions", **OPSET_23},
 )
+
+PLACES = numbers(2, 3, 3, 2, low=-1.75, high=1.75)
+for _mode in ("bilinear", "nearest"):
+    for _padding in ("zeros", "border", "reflection"):
+        for _align in (False, True):
+            ask(
+                "GridSample",
+                partial(F.grid_sample, mode=_mode, padding_mode=_padding, align_corners=_align),
+                numbers(2, 3, 4, 5),
+                PLACES,
+                mode=_mode,
+                padding_mode=_padding,
+                align_corners=int(_align),
+                opset=16,
+                case=f"{_mode} {_padding} {_align}",
+            )
+for _align in (False, True):
+    for _size in ((2, 1, 3, 4), (2, 1, 3, 2, 4)):
+        ask(
+            "AffineGrid",
+            lambda theta, size, align=_align: F.affine_grid(theta, size.tolist(), align),
+            numbers(2, len(_size) - 2, len(_size) - 1),
+            ints(*_size),
+            align_corners=int(_align),
+            case=f"of {len(_size) - 2} axes, {_align}",
+        )
