@@ -6,77 +6,51 @@ import os
 from typing import Any, NamedTuple
 
 import numpy as np
+from gradserve_client import Client
 
-from service.dtypes import Array
-from tests.faults.printing import await_last, write
-from tests.faults.servers import Client, tensors
+from tests.faults.printing import await_last, print_requests, write
 
 SECONDS = 600.0
 """How long a worker calls a server that is away, and how long a step waits for the others."""
 
 RATE = 0.01
 
-GROUPS = {"weights": "p", "gradients": "g", "momentums_1": "m", "momentums_2": "v"}
+WEIGHTS = "weights.safetensors"
+"""The file of the weights of a model that has none itself."""
 
 
 class Batch(NamedTuple):
-    """A micro-batch: its inputs, its weight, and the seed of its Dropout."""
+    """A micro-batch: its inputs and its weight."""
 
-    inputs: dict[str, Array]
+    inputs: dict[str, Any]
     weight: int
-    seed: int
 
 
 def batch(kind: str, rank: int, step: int, number: int) -> Batch:
     """Return a worker's micro-batch of a step."""
     chance = np.random.default_rng((rank, step, number))
-    seed = int(chance.integers(1 << 30))
     if kind == "mlp":
         x = chance.standard_normal((8 * (rank + 1), 32), np.float32)
-        return Batch({"x": x, "labels": x[:, :10].argmax(1)}, len(x), seed)
+        return Batch({"x": x, "labels": x[:, :10].argmax(1)}, len(x))
     words = chance.integers(0, 50, (5, 3))
-    return Batch({"input0": words, "labels": words.ravel() % 7}, 1, seed)
+    return Batch({"input0": words, "labels": words.ravel() % 7}, 1)
 
 
 def train(url: str, kind: str, workers: int, batches: int, steps: int) -> None:
-    """Train as this rank until all steps are done."""
+    """Train as this rank until all steps are done. The first to come uploads the graph and begins the run."""
+    print_requests()
     rank = int(os.environ["RANK"])
-    with Client(url, patience=SECONDS) as client:
-        while (step := steps_of(client)) < steps:
-            write(f"epoch {step}")
-            await_last(step, steps)
+    with Client(url, timeout=SECONDS) as server:
+        server.graphs.put(kind, f"{kind}.onnx", loss="SoftmaxCrossEntropyLoss" if kind == "mlp" else None)
+        quorum = workers * batches if workers > 1 else None  # a single worker closes its epochs itself
+        rules: dict[str, Any] = {"quorum": quorum, "per_contributor": batches, "keep": steps}
+        model = server.graphs[kind].join("run", worker=f"rank{rank}", timeout=SECONDS, **rules)
+        model.start(None if kind == "mlp" else WEIGHTS)
+        while model.step < steps:
+            write(f"epoch {model.step}")
+            await_last(model.step, steps)
             for number in range(batches):
-                forward_backward(client, kind, rank, step, number)
-            optim_step(client, step)
-
-
-def steps_of(client: Client) -> int:
-    """Return the count of steps that are done: each writes the parameters once."""
-    found = client.done("GET", "/v1/buffers", params={"prefix": "run.p.", "limit": 1})
-    return int(found["buffers"][0]["version"]) - 1
-
-
-def forward_backward(client: Client, kind: str, rank: int, step: int, number: int) -> None:
-    made = batch(kind, rank, step, number)
-    into = ["gradients:run.g.*", "loss:run.loss"]
-    query = {"from": "parameters:run.p.*", "into": into, "weight": made.weight, "epoch": step}
-    query |= {"contributor": f"rank{rank}"} | ({"seed": made.seed} if kind == "mlp" else {})
-    write(f"batch {number}")
-    key = f"{rank}, {step}, {number}"
-    client.done("POST", f"/v1/graphs/{kind}", key=key, params=query, **tensors(**made.inputs))
-    write("counted")
-
-
-def optim_step(client: Client, step: int) -> None:
-    """Ask for the step, as every worker does, and wait for the others' micro-batches."""
-    sources = [f"{group}:run.{letter}.*{f'@{step}' * (letter == 'g')}" for group, letter in GROUPS.items()]
-    targets = [f"updated_{group}:run.{letter}.*" for group, letter in GROUPS.items() if letter != "g"]
-    query: dict[str, Any] = {"from": sources, "set": targets, "reduce": "mean", "timeout": 30}
-    body = {"lr": RATE, "step": step + 1}
-    write("step")
-    while True:
-        answer = client.send("POST", "/v1/ops/AdamWOptimizer", key=f"step {step}", params=query, json=body)
-        if answer.is_success:
-            break
-        assert answer.json()["code"] in {"epoch_open", "source_changed"}, answer.text
-    write("done")
+                made = batch(kind, rank, model.step, number)
+                assert model.forward_backward(made.inputs, weight=made.weight).counted
+            step = model.optim_step(lr=RATE)
+            assert step.contributors == {f"rank{one}": batches for one in range(workers)}

@@ -12,7 +12,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx
 import pytest
+import xxhash
+from gradserve_client._runs.training import key
 from onnx.helper import make_graph, make_model, make_node, make_opsetid, make_tensor_value_info
+from safetensors.numpy import save
 from threadpoolctl import threadpool_limits
 
 from service.dtypes import FLOAT32, Array
@@ -20,9 +23,9 @@ from service.graphs.graph import Graph
 from service.kernels.accumulate import add, converted
 from service.kernels.optimizers import adamw_optimizer
 from tests.faults.cluster import Pair, replicas, wait
-from tests.faults.graph_trainer import GROUPS, RATE, batch
+from tests.faults.graph_trainer import RATE, WEIGHTS, batch
 from tests.faults.killing import ORDER
-from tests.faults.servers import LONG, Client, Server, tensors
+from tests.faults.servers import LONG, SAFETENSORS, Client, Server, contents
 from tests.faults.workers import Fault, Workers
 
 STEPS, FAILOVERS = (200, 2) if LONG else (15, 0)
@@ -32,8 +35,8 @@ POINTS = ["committed", "made", "computed"]
 
 KILLS_OF_WORKERS, KILLS_OF_SERVERS, KILLS_AT_POINTS = (4, 3, 3) if LONG else (2, 1, 1)
 
-LINES = 6
-"""Lines that a worker writes in a step: two for each request."""
+LINES = 8
+"""Lines that a worker writes in a step: about: two for each request."""
 
 MODELS = Path(__file__).parents[1] / "graphs" / "models"
 
@@ -70,41 +73,35 @@ class Model:
         group = "parameters" if kind == "mlp" else "parameter"
         self.weights = {name: found[f"{group}.{name}"] for name in self.graph.signature()["gradients"]}
 
-    def start(self, client: Client, workers: int, batches: int) -> None:
-        """Upload the graph, and create the buffers of a run."""
-        client.done(
-            "PUT", f"/v1/graphs/{self.kind}", params={"loss": self.loss} if self.loss else {}, content=self.content
-        )
-        rules: dict[str, Any] = {"quorum": workers * batches, "per_contributor": batches}
-        for letter in GROUPS.values():
-            for name, weights in self.weights.items():
-                client.create(f"run.{letter}.{name}", weights.shape, "float32", **(rules if letter == "g" else {}))
-        client.create("run.loss", (), keep=STEPS, **rules)
-        body = tensors(**{f"run.p.{name}": weights for name, weights in self.weights.items()})
-        client.done("POST", "/v1/buffers/accumulate", key="weights", params={"overwrite": True}, **body)
+    def write(self, place: Path) -> None:
+        """Write the files of a worker."""
+        (place / f"{self.kind}.onnx").write_bytes(self.content)
+        (place / WEIGHTS).write_bytes(save(self.weights))
 
-    def trained(self, workers: int, batches: int) -> tuple[Mapping[str, Array], list[float]]:
+    def trained(self, life: float, workers: int, batches: int) -> tuple[Mapping[str, Array], list[float]]:
         """Return the weights and the losses of the steps in a single process."""
         weights: Mapping[str, Array] = self.weights
         moments: list[Mapping[str, Array]] = [{name: np.zeros_like(one) for name, one in weights.items()}] * 2
         losses = []
         for step in range(STEPS):
-            means, loss = self._means(weights, [(rank, step, n) for rank in range(workers) for n in range(batches)])
+            means, loss = self._means(
+                life, weights, [(rank, step, n) for rank in range(workers) for n in range(batches)]
+            )
             arguments: Any = (weights, means, *moments)
-            _, weights, *moments = adamw_optimizer(np.array(RATE, FLOAT32), np.array(step + 1), *arguments)
+            _, weights, *moments = adamw_optimizer(np.array(RATE), np.array(step + 1), *arguments)
             losses.append(loss)
         return weights, losses
 
     def _means(
-        self, weights: Mapping[str, Array], batches: Sequence[tuple[int, int, int]]
+        self, life: float, weights: Mapping[str, Array], batches: Sequence[tuple[int, int, int]]
     ) -> tuple[Mapping[str, Array], float]:
         """Return the means of the gradients and of the loss over a step's micro-batches, in their order."""
         totals = {name: np.zeros_like(one) for name, one in weights.items()}
         whole, loss = 0, 0.0
         for one in batches:
-            inputs, weight, seed = batch(self.kind, *one)
+            inputs, weight = batch(self.kind, *one)
             given = inputs | {f"parameters.{name}": value for name, value in weights.items()}
-            attributes = {"seed": seed} if self.kind == "mlp" else {}
+            attributes = {"seed": seed_of(life, *one)} if self.kind == "mlp" else {}
             outputs = self.graph.operator(self.kind)(given, attributes, ["loss", "gradients"])
             for name, total in totals.items():
                 add(total, total, outputs[f"gradients.{name}"], weight)
@@ -112,13 +109,17 @@ class Model:
         return {name: converted(total, FLOAT32, whole) for name, total in totals.items()}, loss / whole
 
 
+def seed_of(life: float, rank: int, step: int, number: int) -> int:
+    """Return the seed of a micro-batch, which follows from its key in the run that was created at this time."""
+    return xxhash.xxh32_intdigest(key("run.", life, "batch", f"rank{rank}", step, number).encode()) >> 1
+
+
 class Run(Workers):
     """Workers that train a graph, and servers that die at points of a commit, too."""
 
     def __init__(self, model: Model, batches: int, servers: Sequence[Server], place: Path, order: Path) -> None:
         self._model, self._batches, self._count, self._order = model, batches, len(servers), order
-        with Client(servers[0].url) as client:
-            model.start(client, len(servers), batches)
+        model.write(place)
         given = model.kind, len(servers), batches, STEPS
         super().__init__(
             servers, place, STEPS, "tests.faults.graph_trainer", *given, preloaded=["tests.faults.graph_trainer"]
@@ -146,26 +147,31 @@ class Run(Workers):
         Return the largest difference of a parameter from that of a single process.
         """
         self.finish()
-        with threadpool_limits(1, user_api="blas"):
-            weights, losses = self._model.trained(self._count, self._batches)
-        each = self._count * self._batches
         with Client(self.servers[0].url) as client:
+            life = client.metadata("run.loss")["created_at"]
+            with threadpool_limits(1, user_api="blas"):
+                weights, losses = self._model.trained(life, self._count, self._batches)
+            for step, loss in enumerate(losses):
+                assert self._loss(client, step) == pytest.approx(loss, abs=tolerance)
             names = {letter: [f"run.{letter}.{name}" for name in weights] for letter in "pmvg"}
             receipts, values = client.values(*[name for group in names.values() for name in group])
-            assert {receipts[name]["version"] for name in names["p"]} == {1 + STEPS}
-            assert {receipts[name]["version"] for name in names["m"] + names["v"]} == {STEPS}
-            counts = {
-                (receipts[name]["epoch"], receipts[name]["count"], receipts[name]["version"]) for name in names["g"]
-            }
-            assert counts == {(STEPS, 0, STEPS * each)}
-            for step, loss in enumerate(losses):
-                query = {"epoch": step, "reduce": "mean"}
-                found = client.done("GET", "/v1/buffers/run.loss/value", params=query)
-                assert found["contributors"] == {f"rank{rank}": self._batches for rank in range(self._count)}
-                assert found["value"]["data"] == pytest.approx(loss, abs=tolerance)
+        assert {receipts[name]["version"] for name in names["p"]} == {1 + STEPS}
+        assert {receipts[name]["version"] for name in names["m"] + names["v"]} == {STEPS}
+        assert {(receipts[name]["epoch"], receipts[name]["count"]) for name in names["g"]} == {(STEPS, 0)}
         worst = max(float(np.abs(values[f"run.p.{name}"] - one).max()) for name, one in weights.items())
         assert worst <= tolerance
         return worst
+
+    def _loss(self, client: Client, step: int) -> float:
+        """Return the mean loss of a step, after a check that each micro-batch is in the sums of its epoch once."""
+        names = [*[f"run.g.{name}" for name in self._model.weights], "run.loss"]
+        query, accept = {"epoch": step, "reduce": "mean"}, {"Accept": SAFETENSORS}
+        answer = client.send("POST", "/v1/buffers/value", params=query, json={"names": names}, headers=accept)
+        receipts, values = contents(answer)
+        expected = {f"rank{rank}": self._batches for rank in range(self._count)}
+        for receipt in receipts.values():
+            assert (receipt["count"], receipt["contributors"]) == (self._count * self._batches, expected)
+        return float(values["run.loss"])
 
     def __enter__(self) -> Run:
         return self
