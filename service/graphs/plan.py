@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -93,13 +94,18 @@ def _run(step: Step, given: Sequence[Any]) -> tuple[Any, ...]:
         raise TensorTooLarge(f"{step.label} needs more memory than there is") from None
     except Exception as error:  # NumPy's and the ONNX package's refusals of shapes and values have many classes
         inputs = ", ".join(map(_described, given))
-        why = str(error) if isinstance(error, ValueError | IndexError) else "the operator takes no such inputs"
+        is_clear = isinstance(error, ValueError | IndexError) and not _OF_PYTHON.search(str(error))
+        why = str(error) if is_clear else "the operator takes no such inputs"
         raise Invalid(f"{step.label} cannot be computed of {inputs or 'nothing'}: {why}") from error
     if len(step.outputs) == 1:
         return (result,)
     if len(result) < len(step.outputs):
         raise Invalid(f"{step.label} has {len(step.outputs)} outputs here, but computes {len(result)}")
     return tuple(result)
+
+
+_OF_PYTHON = re.compile(r"tuple index|unpack|zip\(")
+"""Words in messages that say nothing of tensors."""
 
 
 def _described(value: Any) -> str:

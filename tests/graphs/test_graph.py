@@ -152,3 +152,18 @@ def test_outputs_of_other_dtypes_are_refused() -> None:
     cast = helper.make_node("Cast", ["x"], ["y"], to=TensorProto.UINT8)
     with pytest.raises(DtypeMismatch, match="the output 'y' is uint8"):
         run(graph(cast).operator("bytes"), {"x": FLOATS})
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        helper.make_node("Gather", ["x", "at"], ["y"], axis=3),
+        helper.make_node("DepthToSpace", ["x"], ["y"], blocksize=2),
+    ],
+)
+def test_an_error_has_words_of_tensors(node: onnx.NodeProto) -> None:
+    made = graph(node, initializer=[numpy_helper.from_array(np.array([0]), "at")]).operator("g")
+    with pytest.raises(
+        GradserveError, match=r"cannot be computed of float32 \[1, 3\].*: the operator takes no such inputs"
+    ):
+        run(made, {"x": FLOATS})
