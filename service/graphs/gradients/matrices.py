@@ -42,6 +42,37 @@ def _d_right(dY: Array, A: Array, shape: tuple[int, ...]) -> Array:
 gradients("MatMul", _d_left, _d_right)
 
 
+@rule("FusedMatMul", domain="com.microsoft")
+def _fused_matmul(tape: Tape, node: Node, dY: str) -> list[str]:
+    of_A, of_B = (tuple(node.attributes.get(name + one, 0) for name in ("trans", "transBatch")) for one in "AB")
+    step = partial(_fused, node.attributes.get("alpha", 1.0), of_A, of_B)
+    return [tape.call(partial(step, place), dY, *node.inputs) for place in (0, 1)]
+
+
+def _fused(
+    alpha: float, of_A: tuple[int, int], of_B: tuple[int, int], place: int, dY: Array, A: Array, B: Array
+) -> Array:
+    dY, left, right = _scaled(dY, alpha), _turned(A, *of_A), _turned(B, *of_B)
+    if place == 0:
+        return _turned_back(_d_left(dY, left.shape, right), *of_A)
+    return _turned_back(_d_right(dY, left, right.shape), *of_B)
+
+
+def _turned(tensor: Array, transposed: int, batch_behind: int) -> Array:
+    tensor = np.moveaxis(tensor, 0, -2) if batch_behind else tensor
+    return tensor.swapaxes(-1, -2) if transposed else tensor
+
+
+def _turned_back(tensor: Array, transposed: int, batch_behind: int) -> Array:
+    tensor = tensor.swapaxes(-1, -2) if transposed else tensor
+    return np.moveaxis(tensor, -2, 0) if batch_behind else tensor
+
+
+@rounded_once
+def _scaled(dY: Array, alpha: float) -> Array:
+    return dY * alpha
+
+
 @rule("Gemm")
 def _gemm(tape: Tape, node: Node, dY: str) -> list[str]:
     A, B, *C = node.inputs
@@ -52,7 +83,7 @@ def _gemm(tape: Tape, node: Node, dY: str) -> list[str]:
     dB = [(A, dY, {"transA": 1 - a}), (dY, A, {"transA": 1, "transB": a})][b]
     gradients = [tape.call(partial(product, **flags), left, right) for left, right, flags in (dA, dB)]
     if C and C[0]:
-        scaled = dY if beta == 1 else tape.call(rounded_once(partial(np.multiply, beta)), dY)
+        scaled = dY if beta == 1 else tape.call(partial(_scaled, alpha=beta), dY)
         gradients.append(tape.like(scaled, C[0]))
     return gradients
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from service.dtypes import FLOAT64, INT64, Array
-from service.errors import InvalidTensor, ShapeMismatch
+from service.errors import InvalidTensor, ShapeMismatch, shown
 from service.graphs.nodes.shapes import axes_of, contiguous, new
 from service.graphs.nodes.table import Function, maker
 from service.graphs.plan import Node
@@ -119,6 +120,25 @@ def _scatter_nd(node: Node) -> Function:
         return out
 
     return scatter
+
+
+@maker("ReverseSequence")
+def _reverse_sequence(node: Node) -> Function:
+    return partial(reversed_sequences, **node.attributes)
+
+
+def reversed_sequences(data: Array, lengths: Array, *, time_axis: int = 0, batch_axis: int = 1) -> Array:
+    """Return sequences whose first elements, as many as their length, are in the opposite order."""
+    axes = axes_of([time_axis, batch_axis], data.ndim)
+    moved = np.moveaxis(data, axes, (0, 1))
+    times = len(moved)
+    if lengths.shape != moved.shape[1:2] or lengths.min(initial=0) < 0 or lengths.max(initial=0) > times:
+        problem = f"sequence_lens is {shown(lengths.tolist())}, but must have {moved.shape[1]} numbers up to {times}"
+        raise InvalidTensor(problem)
+    claim(2 * data.nbytes + 24 * times * lengths.size)
+    number = np.arange(times)[:, None]
+    places = np.where(number < lengths, lengths - 1 - number, number)
+    return contiguous(np.moveaxis(moved[places, np.arange(lengths.size)], (0, 1), axes))
 
 
 @maker("OneHot")

@@ -121,6 +121,29 @@ for _a in (0, 1):
             transB=_b,
             case=f"{_a}{_b}",
         )
+for _a in (0, 1):
+    for _b in (0, 1):
+        ask(
+            "FusedMatMul",
+            lambda a, b, ta=_a, tb=_b: 0.5 * (a.mT if ta else a) @ (b.mT if tb else b),
+            numbers(2, 4, 3) if _a else numbers(3, 4),
+            numbers(2, 4) if _b else numbers(2, 4, 2),
+            domain="com.microsoft",
+            alpha=0.5,
+            transA=_a,
+            transB=_b,
+            case=f"{_a}{_b}",
+        )
+ask(
+    "FusedMatMul",
+    lambda a, b: a.permute(1, 2, 0) @ b.permute(1, 0, 2),
+    *(numbers(4, 2, 3), numbers(4, 2, 5)),
+    domain="com.microsoft",
+    transA=1,
+    transBatchA=1,
+    transBatchB=1,
+    case="of batches behind",
+)
 ask("Gemm", torch.matmul, numbers(3, 4), numbers(4, 2), case="without C")
 EQUATIONS: dict[str, list[tuple[int, ...]]] = {
     "ij,jk->ik": [(2, 3), (3, 4)],
@@ -260,6 +283,13 @@ ask("Trilu", lambda x, k: torch.tril(x, 1), numbers(2, 3, 3), np.array(1), upper
 ask("Compress", lambda x, c: x[:, [0, 2]], X, np.array([True, False, True]), axis=1)
 ask("Compress", lambda x, c: x.reshape(-1)[[1, 2]], X, np.array([False, True, True]), case="of all")
 
+ask(
+    "ReverseSequence",
+    lambda x, n: torch.stack([x[:, 0].flip(0), torch.cat([x[:2, 1].flip(0), x[2:, 1]])], 1),
+    numbers(3, 2, 2),
+    ints(3, 2),
+)
+ask("ReverseSequence", lambda x, n: x.flip(1), X, ints(3, 3), time_axis=1, batch_axis=0, case="of rows")
 ask("Gather", lambda x, i: x[i], numbers(4, 3), np.array([[0, 2], [-1, 0]]))
 ask("Gather", lambda x, i: x[:, 1], CUBE, np.array(1), axis=1, case="of one")
 ask("GatherElements", lambda x, i: x.gather(1, i % 3), X, np.array([[0, 0], [-1, 2]]), axis=1)
