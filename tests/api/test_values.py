@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.api.operators.values import read_cached
+from service.api.operators.values import ENTRY_BYTES, read_cached
 from service.buffers.changes import Add, Delete
 from service.buffers.memory import MemoryStore
 from service.buffers.record import Record, Snapshot
@@ -40,7 +40,7 @@ class Watched(MemoryStore):
 class FakeCall:
     """A call with a store and a cache."""
 
-    def __init__(self, max_bytes: int = 1000) -> None:
+    def __init__(self, max_bytes: int = 1 << 20) -> None:
         self.store, self.cache, self.reserved = Watched(), Cache(max_bytes), 0
         create(self.store, "a", "b")
 
@@ -103,7 +103,7 @@ def test_nobody_can_write_to_a_kept_value(call: FakeCall) -> None:
 
 
 def test_values_that_do_not_fit_are_read_each_time() -> None:
-    call = FakeCall(max_bytes=7)
+    call = FakeCall(max_bytes=ENTRY_BYTES + 7)
     for _ in range(2):
         assert call.read("a") == [[0, 0]]
     assert call.store.reads == [["a"], ["a"]]

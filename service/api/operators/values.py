@@ -9,6 +9,10 @@ from service.buffers.record import Record, Snapshot
 from service.dtypes import Array
 
 
+ENTRY_BYTES = 1 << 10
+"""Bytes of memory for a value in the cache, besides its numbers: a scalar takes some, too."""
+
+
 def read_cached(call: Call, names: Sequence[str]) -> list[Snapshot]:
     """Return the buffers with their values, as of one moment. Nobody may write to the values: the cache has them, too.
 
@@ -31,7 +35,7 @@ def _read(call: Call, records: Sequence[Record]) -> dict[str, Snapshot]:
     found = {snapshot.record.name: snapshot for snapshot in call.store.read([record.name for record in records])}
     for snapshot in found.values():
         snapshot.value.flags.writeable = False
-        call.cache.put(*_place(snapshot.record), snapshot.value, snapshot.value.nbytes)
+        call.cache.put(*_place(snapshot.record), snapshot.value, ENTRY_BYTES + snapshot.value.nbytes)
     return found
 
 
