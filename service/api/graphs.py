@@ -71,7 +71,10 @@ class GraphQuery(EndpointQuery):
         None, description="The outputs to return, separated by commas; by default all. Others are not computed."
     )
     seed: int | None = Field(
-        None, ge=0, description="The seed of random nodes; by default that of the Idempotency-Key, or a new one."
+        None,
+        ge=0,
+        lt=1 << 63,
+        description="The seed of random nodes; by default that of the Idempotency-Key, or a new one.",
     )
 
 

@@ -7,9 +7,10 @@ import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from annotated_types import Ge, Lt
 
 from service.dtypes import INT64, NAMES, Array, Kind
 from service.errors import DtypeMismatch, InvalidGraph, MissingTensor, ShapeMismatch, shown
@@ -28,6 +29,8 @@ MAX_PLANS = 16
 
 MAX_MEMBER_CHARACTERS = 100
 """Characters of a tensor's name in a group. A buffer's name has it behind a prefix."""
+
+Seed = Annotated[int, Ge(0), Lt(1 << 63)]
 
 PARAMETERS, STATISTICS, GRADIENTS, LOSS = "parameters", "statistics", "gradients", "loss"
 
@@ -109,7 +112,7 @@ class Graph:
             kernel=self._run,
             inputs=tuple(_tensors(self._inputs, needed - self._program.initial.keys())),
             outputs=tuple(_tensors(self._outputs, ())),
-            attributes=(Attribute("seed", int | None, None, "seed"),) if self._is_random else (),
+            attributes=(Attribute("seed", Seed | None, None, "seed"),) if self._is_random else (),
             formula=f"A graph of {len(self._nodes)} nodes.",
             description="",
             example={},
@@ -164,7 +167,7 @@ class Graph:
                 elif port.value.name in needed:
                     raise MissingTensor(f"the graph needs the input {name!r}", tensor=name)
                 found[port.value.name] = array
-        found[SEED] = np.array(secrets.randbits(62) if seed is None else abs(seed), INT64)
+        found[SEED] = np.array(secrets.randbits(62) if seed is None else seed, INT64)
         return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from onnx import helper
 from safetensors.numpy import load, save
 
 from service.codecs.safetensors import MEDIA_TYPE
@@ -258,6 +259,22 @@ def test_a_graph_is_a_model_of_the_open_inference_protocol(client: httpx.Client)
     for path in ("/v2/models/g", "/v2/models/g/infer", "/v2/models/g/stats"):
         answer = client.post(path, json={"inputs": inputs}) if path.endswith("infer") else client.get(path)
         assert (answer.status_code, "no operator 'g'" in answer.json()["error"]) == (404, True)
+
+
+def test_a_seed_settles_what_is_random(client: httpx.Client) -> None:
+    nodes = helper.make_node("RandomNormalLike", ["x"], ["r"]), helper.make_node("Add", ["x", "r"], ["y"])
+    put(client, content=model(*nodes, inputs=["x"], outputs=["y"])).raise_for_status()
+
+    def infer(seed: Any) -> httpx.Response:
+        inputs = [{"name": "x", "shape": [1], "datatype": "FP32", "data": [0]}]
+        return client.post("/v2/models/g/infer", json={"inputs": inputs, "parameters": {"seed": seed}})
+
+    drawn = [ok(run(client, json={"x": [0]}, seed=seed))["y"]["data"] for seed in (1, 1, 2, (1 << 63) - 1)]
+    assert drawn[0] == drawn[1] == ok(infer(1))["outputs"][0]["data"]
+    assert len({one for (one,) in drawn}) == 3
+    for seed in (-1, 1 << 63, 10**30):
+        assert_problem(run(client, json={"x": [0]}, seed=seed), 422, "invalid_parameter", "seed")
+        assert infer(seed).status_code == 400
 
 
 def test_graphs_share_a_label_and_count_what_they_keep() -> None:

@@ -8,7 +8,6 @@ from service.api.http.call import Call
 from service.buffers.record import Record, Snapshot
 from service.dtypes import Array
 
-
 ENTRY_BYTES = 1 << 10
 """Bytes of memory for a value in the cache, besides its numbers: a scalar takes some, too."""
 
