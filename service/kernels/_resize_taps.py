@@ -92,8 +92,9 @@ class Kind:
         places = np.floor(x)[:, None] + np.arange(1 - reach, reach + 1)
         far = np.abs(x[:, None] - places) / stretch
         weights = np.maximum(0, 1 - far) if self.mode == "linear" else _keys(far, self.cubic_coeff_a)
-        if self.exclude_outside or stretch > 1:
+        if self.exclude_outside:
             weights *= (places >= 0) & (places < size)
+        if self.exclude_outside or stretch > 1:
             weights /= weights.sum(axis=1, keepdims=True)
         return places, weights
 

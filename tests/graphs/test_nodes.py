@@ -143,6 +143,16 @@ QUESTIONS: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("Range", [np.array(-5), np.array(7), np.array(3)], {}),
     ("Trilu", [CUBE, np.array(99)], {"upper": 0}),
     ("Trilu", [CUBE, np.array(-99)], {"upper": 0}),
+    (
+        "Resize",
+        [IMAGE.astype(np.float64), None, np.array([1, 1, 0.5, 0.5], np.float32)],
+        {"mode": "linear", "antialias": 1},
+    ),
+    (
+        "Resize",
+        [IMAGE.astype(np.float64), None, np.array([1, 1, 0.5, 0.5], np.float32)],
+        {"mode": "cubic", "antialias": 1},
+    ),
     ("DepthToSpace", [IMAGE], {"blocksize": 2, "mode": "DCR"}),
     ("DepthToSpace", [IMAGE], {"blocksize": 2, "mode": "CRD"}),
     ("SpaceToDepth", [IMAGE], {"blocksize": 2}),

@@ -3850,9 +3850,9 @@ class AsyncOps:
         ratios of the sizes of dY and X. An axis of scale 1 is left as it is, and so is a tensor of unchanged shape.
         `roi` has the starts and then the ends; only tf_crop_and_resize needs it. Places outside get nothing there, so
         `extrapolation_value` changes nothing, and neither does `keep_aspect_ratio_policy`. `antialias` stretches the
-        filter of linear and cubic where X shrinks, and leaves out what is outside. `exclude_outside` is for cubic and
-        `antialias` only. ONNX Runtime has no such kernel on CPUs. nearest computes places in float32, as Resize does
-        there. Raises `ShapeMismatch`, `InvalidTensor`, `InvalidParameter`, `AxisOutOfRange` and `MissingTensor`.
+        filter of linear and cubic where X shrinks. `exclude_outside`, for cubic and `antialias` only, leaves out what
+        is outside, as PyTorch does. ONNX Runtime has no such kernel on CPUs. nearest computes places in float32, as
+        Resize does there.
 
         dY, X: float32, float16, bfloat16, float64, all alike.
         roi (optional): float32, float16, bfloat16, float64.
