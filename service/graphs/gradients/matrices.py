@@ -60,11 +60,11 @@ def _fused(
 
 def _turned(tensor: Array, transposed: int, batch_behind: int) -> Array:
     tensor = np.moveaxis(tensor, 0, -2) if batch_behind else tensor
-    return tensor.swapaxes(-1, -2) if transposed else tensor
+    return tensor.swapaxes(-1, -2) if transposed and tensor.ndim > 1 else tensor
 
 
 def _turned_back(tensor: Array, transposed: int, batch_behind: int) -> Array:
-    tensor = tensor.swapaxes(-1, -2) if transposed else tensor
+    tensor = tensor.swapaxes(-1, -2) if transposed and tensor.ndim > 1 else tensor
     return np.moveaxis(tensor, -2, 0) if batch_behind else tensor
 
 

@@ -144,6 +144,7 @@ ask(
     transBatchB=1,
     case="of batches behind",
 )
+ask("FusedMatMul", torch.matmul, numbers(3, 4), numbers(4), domain="com.microsoft", transB=1, case="with a column")
 ask("Gemm", torch.matmul, numbers(3, 4), numbers(4, 2), case="without C")
 EQUATIONS: dict[str, list[tuple[int, ...]]] = {
     "ij,jk->ik": [(2, 3), (3, 4)],
