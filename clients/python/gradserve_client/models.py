@@ -181,7 +181,7 @@ class Statistics:
     histogram: Mapping[str, Any] | None = field(default=None, hash=False)
     """`bounds` of magnitudes and `counts` of elements. This and the following are of `Buffer.statistics` alone."""
     epochs: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
-    """The closed epochs that the buffer keeps, oldest first: epoch, count, weight, norm, nonfinite, closed_by."""
+    """The closed epochs that the buffer keeps, oldest first: epoch, count, weight, mean, norm, nonfinite, closed_by."""
     heat_map: npt.NDArray[Any] | None = field(default=None, compare=False)
     """Means of cells, NaN without a finite element, if the call asked for them."""
 

@@ -66,6 +66,7 @@ class EpochStatistics(TypedDict):
     epoch: int
     count: int
     weight: float
+    mean: Annotated[float | None, Field(description="The mean of the sum's finite elements.")]
     norm: float | None
     nonfinite: Annotated[int, Field(description="Elements that are infinite or NaN.")]
     closed_by: ClosedBy

@@ -179,6 +179,7 @@ def described(closed: Closed, summary: Summary) -> EpochStatistics:
         "epoch": closed.epoch,
         "count": closed.count,
         "weight": closed.weight,
+        "mean": summary.mean,
         "norm": summary.norm,
         "nonfinite": summary.nan + summary.infinite,
         "closed_by": closed.closed_by,

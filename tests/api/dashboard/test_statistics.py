@@ -127,6 +127,7 @@ def test_the_epochs_are_those_that_the_buffer_keeps(http: httpx.Client) -> None:
     assert [[one["epoch"] for one in epochs] for epochs in found] == [[0], [0, 1], [1, 2], [2, 3]]
     assert [one["norm"] for one in (*found[1], *found[3])] == [0.0, None, 10.0, 15.0]
     assert [one["nonfinite"] for one in (*found[1], *found[3])] == [0, 2, 0, 0]
+    assert [one["mean"] for one in (*found[1], *found[3])] == [0.0, None, 7.0, 10.5]
     assert {(one["count"], one["weight"], one["closed_by"]) for one in found[3]} == {(2, 4.0, "quorum")}
 
 

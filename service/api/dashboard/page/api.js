@@ -128,6 +128,18 @@ export async function get(path, options = {}) {
   return read(await request(path, options));
 }
 
+/** Return all entries of a list, "buffers" or "graphs", which the server answers in pages. */
+export async function all(list, options = {}) {
+  const found = [];
+  let cursor = "";
+  do {
+    const page = await get(`v1/${list}?limit=1000&cursor=${encodeURIComponent(cursor)}`, options);
+    found.push(...page[list]);
+    cursor = page.next_cursor;
+  } while (cursor !== null);
+  return found;
+}
+
 /** Return the JSON of a POST of `json`. */
 export async function post(path, json, options = {}) {
   return read(await request(path, { ...options, method: "POST", json }));

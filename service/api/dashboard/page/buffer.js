@@ -2,9 +2,9 @@
 
 import { actions, path } from "./actions.js";
 import { failure, h, put, say } from "./dom.js";
+import { epochChart } from "./epochs.js";
 import { heatMap } from "./heat.js";
 import { histogram } from "./histogram.js";
-import { plot } from "./plot.js";
 import { bar, isLate, progress, setBar } from "./progress.js";
 import { Receipts } from "./receipts.js";
 import { repeat } from "./repeat.js";
@@ -101,17 +101,8 @@ class Buffer {
     });
     this.tiles = h("dl", { class: "tiles values" });
     this.bars = h("div", {}, h("p", { class: "muted" }, "Not computed yet."));
-    this.chart = plot({
-      signal: this.signal,
-      height: 180,
-      x: { format: String, isWhole: true },
-      y: { format: (each) => words.general(each, 3) },
-      dots: true,
-      moved: (place) => this.drawReading(place),
-    });
-    this.reading = h("p", { class: "muted reading" });
+    this.norms = epochChart("norm", this.signal);
     this.none = h("p", { class: "muted", hidden: true }, "No epoch has closed yet.");
-    this.norms = h("div", {}, this.chart.element, this.reading);
     this.heat = h("div");
     this.facts = h("dl", { class: "facts" });
     const closed = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Closed epochs" });
@@ -139,7 +130,7 @@ class Buffer {
         "div",
         {},
         running,
-        panel("Norm", aside("by epoch"), [this.norms, this.none]),
+        panel("Norm", aside("by epoch"), [this.norms.element, this.none]),
         panel("Closed epochs", aside("the last ones"), closed),
         panel("Rules and state", null, this.facts),
       ),
@@ -225,18 +216,8 @@ class Buffer {
   }
 
   drawNorms() {
-    const norms = this.epochs.map((each) => each.norm);
-    const finite = norms.filter((norm) => norm !== null);
-    this.norms.hidden = finite.length === 0;
-    this.none.hidden = finite.length > 0;
-    if (this.norms.hidden) return;
-    const text = `Norm of ${words.many(norms.length, "closed epoch")}; the last is ${words.general(finite.at(-1), 4)}`;
-    this.chart.set(this.epochs.map((each) => each.epoch), [{ label: "norm", colour: "accent", values: norms }], text);
-  }
-
-  /** Say what the chart of norms has at the cursor. */
-  drawReading(place) {
-    const at = this.epochs[place];
-    say(this.reading, at ? `epoch ${at.epoch}   norm ${at.norm === null ? "none" : words.general(at.norm, 4)}` : "");
+    this.none.hidden = this.epochs.some(({ norm }) => norm !== null);
+    this.norms.element.hidden = !this.none.hidden;
+    if (this.none.hidden) this.norms.set(this.epochs);
   }
 }

@@ -134,15 +134,7 @@ class Buffers {
   // ----- what the server says -----
 
   async read() {
-    const infos = [];
-    let cursor = "";
-    do {
-      const page = await this.api.get(`v1/buffers?limit=1000&cursor=${encodeURIComponent(cursor)}`, {
-        signal: this.signal,
-      });
-      infos.push(...page.buffers);
-      cursor = page.next_cursor;
-    } while (cursor !== null);
+    const infos = await this.api.all("buffers", { signal: this.signal });
     const first = this.infos === null;
     this.infos = infos;
     this.count();

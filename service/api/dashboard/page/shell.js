@@ -12,6 +12,7 @@ const VIEWS = {
   buffers: ["Buffers", () => import("./buffers.js")],
   buffer: ["Buffer", () => import("./buffer.js")],
   operators: ["Operators", () => import("./operators.js")],
+  graphs: ["Graphs", () => import("./graphs.js")],
   service: ["Service", () => import("./service.js")],
 };
 

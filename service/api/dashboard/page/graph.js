@@ -1,0 +1,87 @@
+// One graph: what it takes and gives, its nodes by kind, its parameters, and the runs that train them.
+
+import { h, put, scroller, table } from "./dom.js";
+import { nodesOf } from "./graphs.js";
+import { bar, setBar } from "./progress.js";
+import { repeat } from "./repeat.js";
+import { Runs } from "./runs.js";
+import * as words from "./words.js";
+
+/** Seconds between two readings of the buffers. */
+const READ_SECONDS = 2;
+
+export async function show(main, { api, caller, signal, name }) {
+  document.title = `${name} – gradserve`;
+  const graph = await api.get(`v1/graphs/${encodeURIComponent(name)}`, { signal });
+  const runs = new Runs(graph, api, signal);
+  const crumbs = h("nav", { class: "crumbs", "aria-label": "Place" }, h("a", { href: "#/graphs" }, "Graphs"));
+  const panel = (title, content) => h("section", { class: "panel" }, h("h2", {}, title), content);
+  put(
+    main,
+    h("header", { class: "title" }, h("div", {}, crumbs, h("h1", {}, name), summary(graph, api.now()))),
+    h(
+      "div",
+      { class: "buffer" },
+      h("div", {}, runs.elements, panel("Parameters", parameters(graph, runs))),
+      h("div", {}, panel("Nodes", nodes(graph)), panel("Tensors", signature(graph))),
+    ),
+  );
+  if (!caller.scopes.includes("buffers:read")) return runs.say("Runs are buffers: your API key lacks buffers:read.");
+  await repeat(signal, READ_SECONDS, () => runs.read());
+}
+
+function summary(graph, now) {
+  const { loss, train } = graph.options;
+  const texts = [
+    graph.kind,
+    loss && `loss ${loss}`,
+    train && `train ${train}`,
+    words.many(nodesOf(graph), "node"),
+    words.many(Object.keys(graph.parameters).length, "parameter"),
+    words.size(graph.bytes),
+    `uploaded ${words.distance(Math.min(graph.created_at, now), now)}`,
+  ];
+  return h("p", { class: "summary muted" }, texts.filter(Boolean).map((text) => h("span", {}, text)));
+}
+
+/** The plain tensors, and each group in one row. */
+function signature({ inputs, outputs, parameters, statistics, gradients }) {
+  const group = (name, count) =>
+    h("tr", {}, head(h("code", {}, `${name}.*`)), h("td", { colspan: 2 }, words.many(count, "tensor")));
+  const part = (title, tensors, groups) => {
+    const counts = Object.entries(groups).map(([name, some]) => [name, Object.keys(some).length]);
+    return table("plain signature", [title, "dtype", "shape"], [
+      ...Object.entries(tensors).map(([name, tensor]) => row(h("code", {}, name), tensor)),
+      ...counts.filter(([, count]) => count).map((each) => group(...each)),
+    ]);
+  };
+  const takes = part("Input", inputs, { parameters, statistics });
+  return scroller("Inputs and outputs", "", takes, part("Output", outputs, { gradients, statistics }));
+}
+
+const head = (content) => h("th", { scope: "row" }, content);
+
+/** A tensor; its shape has "?" for a length that is open. */
+function row(name, { dtype, shape }, ...more) {
+  const text = shape === null ? "any" : words.shape(shape.map((length) => length ?? "?"));
+  return h("tr", {}, head(name), h("td", {}, dtype), h("td", { class: "mono" }, text), more);
+}
+
+/** All parameters. The shown run fills the versions and writes the links to its buffers. */
+function parameters(graph, runs) {
+  const rows = Object.entries(graph.parameters).map(([name, tensor]) => row(...runs.cells(name, tensor)));
+  const heads = ["name", "dtype", "shape", h("th", { scope: "col", class: "number" }, "version"), "updated"];
+  return rows.length ? scroller("Parameters", "listed", table("plain", heads, rows)) : "none";
+}
+
+function nodes(graph) {
+  const most = Math.max(...Object.values(graph.nodes));
+  const rows = Object.entries(graph.nodes).map(([kind, count]) => {
+    const track = bar();
+    setBar(track, count / most, false);
+    const number = h("td", { class: "number" }, count.toLocaleString("en"));
+    return h("tr", {}, head(h("code", {}, kind)), number, h("td", { class: "share" }, track));
+  });
+  const heads = ["kind", h("th", { scope: "col", class: "number" }, "nodes"), h("td")];
+  return scroller("Nodes by kind", "listed", table("plain", heads, rows));
+}

@@ -1,0 +1,138 @@
+"""The views of graphs: a table of all, and of one its nodes, parameters, and runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+from tests.api.models import linear
+from tests.dashboard.conftest import DESK, EVIL, LOOKS, Faults, Open, asked_by, findings
+
+PARAMETERS = {"w": [[2], [3]], "b": [1]}
+RULES = {"quorum": 2, "contributors": ["ann", "bob"], "keep": 2}
+
+
+@pytest.fixture(scope="module")
+def run(server: str, http: httpx.Client) -> str:
+    """Return the URL of a server with a graph, and with a run of it: one epoch is closed, with a mean loss of 1.75."""
+    query = {"loss": "MSELoss", "set": "parameters:exp.1.p.*"}
+    http.put("/v1/graphs/net", content=linear(), params=query).raise_for_status()
+    gradients = {f"exp.1.g.{name}": {"shape": [2, 1] if name == "w" else [1], **RULES} for name in PARAMETERS}
+    buffers = {**gradients, "exp.1.loss": {"shape": [], **RULES}, "exp.1.::first": {"shape": []}}
+    http.post("/v1/buffers/create", json={"buffers": buffers}).raise_for_status()
+    http.post("/v1/buffers/exp.1.::first/accumulate", json={"gradient": 1000}).raise_for_status()
+    micro_batch(http, "ann", 31, 1)
+    micro_batch(http, "bob", 32, 3)
+    step(http)
+    return server
+
+
+def micro_batch(http: httpx.Client, contributor: str, target: float, weight: float) -> None:
+    """Run the graph, which says 33: the loss is (33 - target)**2."""
+    into = ["gradients:exp.1.g.*", "loss:exp.1.loss"]
+    query: dict[str, Any] = {"from": "parameters:exp.1.p.*", "into": into, "weight": weight, "contributor": contributor}
+    body = {"x": [[1, 10]], "target": [[target]]}
+    http.post("/v1/graphs/net", params=query, json=body).raise_for_status()
+
+
+def step(http: httpx.Client) -> None:
+    """Write all parameters, as the step of an optimizer does."""
+    body = {f"exp.1.p.{name}": value for name, value in PARAMETERS.items()}
+    http.post("/v1/buffers/accumulate?overwrite=true", json=body).raise_for_status()
+
+
+def tiles(page: Page) -> dict[str, str]:
+    each = "all => Object.fromEntries(all.map(one => [one.querySelector('dt').textContent, one.lastChild.textContent]))"
+    found: dict[str, str] = page.locator(".running .tiles > div").evaluate_all(each)
+    return found
+
+
+def test_a_server_without_graphs_says_how_to_upload_one(open_page: Open, server: str, http: httpx.Client) -> None:
+    assert http.get("/v1/graphs").json()["graphs"] == []
+    page = open_page(f"{server}#/graphs")
+    said = "No graphs yet: PUT v1/graphs/NAME uploads an ONNX model, if the server has gradserve[graphs]."
+    expect(page.get_by_role("main")).to_contain_text(said)
+
+
+def test_a_graph_is_listed_and_its_run_is_followed(open_page: Open, run: str, http: httpx.Client) -> None:
+    page = open_page(f"{run}#/graphs")
+    expect(page.get_by_role("row", name="net training 2 2")).to_contain_text("ago")
+    assert findings(page) == []
+    page.get_by_role("link", name="net").press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("net")
+    expect(page.locator(".title")).to_contain_text("trainingloss MSELoss2 nodes2 parameters")
+    nodes, tensors = (page.get_by_role("group", name=name) for name in ("Nodes by kind", "Inputs and outputs"))
+    expect(nodes.get_by_role("row")).to_have_text(["kindnodes", "MatMul1", "Add1"])
+    expect(tensors.get_by_role("row", name="x float32 [?, 2]")).to_be_visible()
+    expect(tensors.get_by_role("row", name="gradients.* 2 tensors")).to_be_visible()
+    parameters = page.get_by_role("group", name="Parameters")
+    expect(parameters.get_by_role("row", name="w float32 [2, 1] 2")).to_be_visible()
+    said = {"steps": "1,001", "epoch": "1", "count": "0 of 2", "missing": "ann, bob", "last loss": "1.75"}
+    expect(page.get_by_label("Loss of 1 closed epoch; the last is 1.75")).to_be_visible()
+    assert tiles(page) == said
+    asked = asked_by(page)
+    micro_batch(http, "ann", 33, 1)
+    expect(page.locator(".running")).to_contain_text("1 of 2")
+    assert tiles(page) == {**said, "count": "1 of 2", "missing": "bob"}
+    assert {url.rpartition("/")[2] for url in asked} == {"buffers?limit=1000&cursor="}
+    http.post("/v1/buffers/exp.1.loss/accumulate?contributor=bob", json={"gradient": -9}).raise_for_status()
+    step(http)
+    expect(page.get_by_label("Loss of 2 closed epochs; the last is -4.5")).to_be_visible()
+    assert tiles(page) == {**said, "steps": "1,002", "count": "1 of 2", "missing": "bob", "last loss": "-4.5"}
+    parameters.get_by_role("link", name="b").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("exp.1.p.b")
+
+
+@LOOKS
+def test_a_reader_chooses_among_runs(open_page: Open, run: str, http: httpx.Client, scheme: str, size: Any) -> None:
+    specs = {f"other.p.{name}": {"shape": [2, 1] if name == "w" else [1]} for name in PARAMETERS}
+    wrong = {
+        "wrong.p.w": {"shape": [3]},
+        "wrong.p.b": {"shape": [1]},
+        "part.p.w": {"shape": [2, 1]},
+        "p.b": {"shape": [1]},
+    }
+    http.post("/v1/buffers/create", json={"buffers": {**specs, **wrong}}).raise_for_status()
+    page = open_page(f"{run}#/graphs/net", (390, 740) if size != DESK else size, color_scheme=scheme)
+    choice = page.get_by_label("Run")
+    expect(choice.get_by_role("option")).to_have_text(["exp.1", "other"])
+    choice.select_option("exp.1")
+    expect(page.get_by_role("img", name="Loss of")).to_be_visible()
+    assert findings(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    choice.select_option("other")
+    expect(page.locator(".running")).to_contain_text("No losses: there is no buffer other.loss.")
+    assert tiles(page) == {"steps": "0", "epoch": "–", "count": "–", "missing": "–", "last loss": "–"}
+    assert findings(page) == []
+
+
+def test_names_of_a_model_are_text_and_a_key_may_lack_a_scope(
+    open_page: Open, run: str, http: httpx.Client, faults: Faults
+) -> None:
+    """The server's answers stand in here for those of a model with such names, and of a server without onnx."""
+    faults.statuses = {501}
+    described = http.get("/v1/graphs/net").json()
+    tensor = {"dtype": "float32", "shape": None}
+    evil = {**described, "inputs": {EVIL: tensor}, "parameters": {EVIL: tensor}, "nodes": {EVIL: 1}}
+    caller = {**http.get("/v1/caller").json(), "scopes": ["ops"]}
+
+    def answer(body: Any, status: int = 200) -> Any:
+        text = json.dumps(body)
+        return lambda route: Route.fulfill(route, status=status, content_type="application/json", body=text)
+
+    page = open_page(run)
+    page.route("**/v1/caller", answer(caller))
+    page.route("**/v1/graphs/net", answer(evil))
+    page.goto(f"{run}?again#/graphs/net")
+    expect(page.locator(".running")).to_contain_text("Runs are buffers: your API key lacks buffers:read.")
+    expect(page.get_by_role("row", name=EVIL)).to_have_count(3)
+    assert page.title() == "net – gradserve"
+    page.route("**/v1/graphs/net", answer({"title": "Graphs", "detail": "This server lacks the package onnx"}, 501))
+    page.goto(f"{run}?list#/graphs")
+    expect(page.get_by_role("status").filter(has_text="lacks the package onnx")).to_be_visible()
+    page.goto(f"{run}?one#/graphs/net")
+    expect(page.get_by_role("alert")).to_contain_text("lacks the package onnx")
