@@ -35,7 +35,7 @@ AWAITED = [
     (r"( *)(?<!@property\n    )def (?!__|place_of\b|routes\b|join\b|one_server\b)(\w+)\(", r"\1async def \2("),
     (r"def __(enter|exit)__", r"async def __a\1__"),
     (
-        r"\b(self\.(_runner\.(run|close)|_channel\.(send|close)|_send|close|_buffers\.\w+|info|start|_begin|_joined|_ended)"
+        r"\b(self\.(_runner\.(run|close)|_channel\.(send|close)|_send|close|_buffers\.\w+|list|info|start|_begin|_joined|_ended)"
         r"|shard\.(run|list|close)|super\(\)\.run|runner\.run|together|(?<!def )(added|pushed|staged|learn_limits))\(",
         r"await \1(",
     ),
@@ -68,8 +68,17 @@ def awaited(source: str, module: str) -> str:
 def generated() -> dict[Path, str]:
     """Return the text of each generated file."""
     texts = {"_wire/defaults.py": operators.defaults(), "ops.py": operators.ops(), "_async/ops.py": async_ops()}
-    modules = ("_http/runner.py", "_http/shards.py", "_adding.py", "buffer.py", "buffers.py", "graphs.py", "client.py")
-    for module in modules:
+    modules = (
+        "_http/runner.py",
+        "_http/shards.py",
+        "_adding.py",
+        "buffer.py",
+        "buffers.py",
+        "model.py",
+        "graphs.py",
+        "client.py",
+    )
+    for module in (*modules, "client.py"):
         texts[f"_async/{Path(module).name}"] = awaited((PACKAGE / module).read_text(), module)
     if unused := [pattern for pattern, _ in AWAITED if not _USES[pattern]]:
         raise ValueError(f"No module has anything that these patterns replace: {unused}")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gradserve_client import Client, Conflict, EpochOpen, InvalidInput, NotFound, PreconditionFailed, TooManyBuffers
 from gradserve_client._http import policy
-from gradserve_client._wire import bulk
+from gradserve_client._wire import bulk, pushes
 
 from tests.clients.both import connected
 from tests.serving import serving
@@ -307,3 +307,32 @@ def test_waiting_does_not_count_as_silence(url: str, kind: str) -> None:
         server.buffers["quiet"].create((1,))
         with after(1.5, url, lambda other: other.buffers["quiet"].accumulate([7])):
             assert server.buffers["quiet"].take(min_count=1, timeout=15).value.tolist() == [7.0]
+
+
+def test_tensors_are_set_and_read_back(server: Any, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors: dict[str, Any] = {
+        "w": np.array([[1, 2]], np.float32),
+        "b": np.float64(3),
+        "h": np.arange(4).astype(BFLOAT16),
+    }
+    server.buffers["m.p.w"].create((1, 2), quorum=5)
+    server.buffers["m.p.w"].accumulate([[9, 9]])
+    for _ in range(2):
+        receipts = server.buffers.set(tensors, prefix="m.p.", idempotency_key=key)
+        assert {name: (one.count, one.weight) for name, one in receipts.items()} == {
+            f"m.p.{name}": (1, 1) for name in tensors
+        }
+    assert receipts["m.p.b"].replayed
+    found = server.buffers.value(prefix="m.p.")
+    assert found.keys() == receipts.keys()
+    for name, value in tensors.items():
+        assert (found[f"m.p.{name}"].dtype, found[f"m.p.{name}"].tolist()) == (value.dtype, value.tolist())
+    assert server.buffers["m.p.w"].info().quorum == 5
+    monkeypatch.setattr(pushes, "PART_BYTES", 16)
+    assert server.buffers.set({"w": [[3, 4]], "b": 5, "h": [1, 2, 3, 4]}, prefix="m.p.").keys() == receipts.keys()
+    assert server.buffers["m.p.h"].value().tolist() == [1, 2, 3, 4]
+    with pytest.raises(InvalidInput, match="shape"):
+        server.buffers.set({"w": [1, 2, 3], "new": [1]}, prefix="m.p.")
+    for wrong in ({"a b": [1]}, {"w": np.array([[1, 2]])}, {}):
+        with pytest.raises(InvalidInput):
+            server.buffers.set(wrong, prefix="m.p.")

@@ -7,6 +7,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -438,3 +439,29 @@ def test_the_api_key_is_sent(kind: str, url: str, monkeypatch: pytest.MonkeyPatc
     with connected(kind, "") as server:
         assert server.url == url
         assert server.is_ready()
+
+
+def test_a_step_reads_a_closed_epoch_and_writes_over_buffers(server: Any, key: str) -> None:
+    server.buffers.set({"w": [1, 2], "b": [3]}, prefix="m.p.")
+    server.buffers.create_many({"m.g.w": {"shape": 2, "quorum": 2}, "m.g.b": {"shape": 1, "quorum": 2}})
+    inputs = {"lr": 0.5, "weights": server.buffers["m.p.*"], "gradients": server.buffers["m.g.*@0"]}
+
+    def step(**more: Any) -> Any:
+        into = {"updated_weights": "m.p.*"}
+        given: Any = {"set": into, "reduce": "mean", "outputs": ["update_completed"], **more}
+        return server.run("SGDOptimizerV2", inputs, idempotency_key=key, **given)
+
+    server.buffers.accumulate({"m.g.w": [2, 2], "m.g.b": [2]})
+    with pytest.raises(EpochOpen):
+        step()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(step, timeout=20)
+        server.buffers.accumulate({"m.g.w": [4, 0], "m.g.b": [2]})
+        found = waiting.result(30)
+    assert (found["updated_weights.w"].version, found["updated_weights.w"].replayed) == (2, False)
+    assert step(timeout=20)["updated_weights.w"].replayed
+    values = server.buffers.value(prefix="m.p.")
+    assert {name: value.tolist() for name, value in values.items()} == {"m.p.b": [2], "m.p.w": [-0.5, 1.5]}
+    for wrong in ({"updated_weights": "m p.*"}, {"updated_weights": "**"}):
+        with pytest.raises(InvalidInput, match="buffer name"):
+            step(set=wrong)

@@ -19,11 +19,13 @@ import pytest
 from gradserve_client import AsyncClient, Client, errors
 from gradserve_client._async.buffer import AsyncBuffer
 from gradserve_client._async.buffers import AsyncBuffers
-from gradserve_client._async.graphs import AsyncGraphs, AsyncModel
+from gradserve_client._async.graphs import AsyncGraphs
+from gradserve_client._async.model import AsyncModel
 from gradserve_client._async.ops import AsyncOps
 from gradserve_client.buffer import Buffer
 from gradserve_client.buffers import Buffers
-from gradserve_client.graphs import Graphs, Model
+from gradserve_client.graphs import Graphs
+from gradserve_client.model import Model
 from gradserve_client.ops import Ops
 
 from service.kernels import OPERATORS

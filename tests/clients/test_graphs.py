@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from gradserve_client import Conflict, InvalidInput, KeyReused, NotFound
 from gradserve_client._runs import training
+from onnx import helper
 
 from tests.api.models import linear, trained
+from tests.api.models import model as onnx_model
 from tests.clients.both import connected
 from tests.clients.conftest import delete_all
 from tests.serving import serving
@@ -168,6 +170,30 @@ def test_a_training_graph_of_onnx_runtime_needs_weights(server: Any) -> None:
     gradients = server.buffers.value(prefix=f"{model.prefix}g.")
     for name, right in step["gradient"].items():
         np.testing.assert_allclose(gradients[f"{model.prefix}g.{name}"] / 2, right, atol=4e-6 * np.abs(right).max())
+
+
+def test_running_statistics_are_the_mean_of_the_micro_batches(server: Any, tmp_path: Path) -> None:
+    node = helper.make_node("BatchNormalization", ["x", "scale", "bias", "mean", "var"], ["y"], momentum=0.5)
+    weights = {"scale": [1, 1], "bias": [0, 0], "mean": [0, 0], "var": [1, 1]}
+    content = onnx_model(node, inputs=[("x", ["n", 2])], outputs=[("y", ["n", 2])], **weights)
+    server.graphs.put("norm", content, loss="MSELoss")
+    model = server.graphs["norm"].join("exp1", worker="a", quorum=2)
+    mean = np.zeros(2)
+    for step in range(2):
+        some = [batch(step, 0, number)["x"] for number in range(2)]
+        for x in some:
+            model.forward_backward({"x": x, "target": np.zeros_like(x)})
+        model.optim_step(SGD, lr=0.1)
+        mean = (mean + np.mean([x.mean(0) for x in some], 0)) / 2
+        np.testing.assert_allclose(server.buffers["exp1.s.mean"].value(), mean, rtol=1e-5)
+    file = tmp_path / "norm.npz"
+    assert model.save(file) == 2
+    other = server.graphs["norm"].join("exp2")
+    assert other.start(file) == 2
+    np.testing.assert_array_equal(server.buffers["exp2.s.mean"].value(), server.buffers["exp1.s.mean"].value())
+    plain = server.graphs["norm"].join("exp3")
+    assert plain.start({"scale": [2, 2], "bias": [1, 1]}) == 0
+    assert server.buffers["exp3.s.var"].value().tolist() == [1, 1]
 
 
 def test_workers_that_begin_at_once_have_the_same_weights(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

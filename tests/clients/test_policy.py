@@ -57,6 +57,7 @@ AGAIN: dict[str, list[Step]] = {
     "busy": [says(429, code="busy", Retry_After="7")],
     "starting": [says(503, code="not_ready")],
     "away, says a proxy": [says(502), says(503), says(504), says(408)],
+    "other steps went first": [says(409, code="source_changed"), says(409, code="source_changed")],
     "the key is in progress": [answer_lost, says(409, code="conflict", Retry_After="2")],
     "all at once": [never_sent, late, says(502), answer_lost, says(429), unreachable],
 }

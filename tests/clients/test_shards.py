@@ -378,3 +378,15 @@ def test_a_cancelled_call_leaves_the_client_usable(urls: list[str]) -> None:
                 await server.buffers[name].delete()
 
     asyncio.run(run())
+
+
+def test_graphs_and_groups_of_buffers_are_of_one_server(urls: list[str], kind: str) -> None:
+    with connected(kind, urls) as server:
+        with pytest.raises(InvalidInput, match="several servers, but a graph is on one"):
+            server.graphs["mlp"]
+        with pytest.raises(InvalidInput, match="several servers, but a graph is on one"):
+            server.graphs.list()
+        with pytest.raises(InvalidInput, match="several servers, but a graph is on one"):
+            server.graphs.put("mlp", b"")
+        with pytest.raises(InvalidInput, match="several servers"):
+            server.run("ReduceAllL2", {"X": server.buffers["m.g.*"]})

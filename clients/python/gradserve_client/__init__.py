@@ -3,7 +3,8 @@
 from gradserve_client._async.buffer import AsyncBuffer
 from gradserve_client._async.buffers import AsyncBuffers
 from gradserve_client._async.client import AsyncClient
-from gradserve_client._async.graphs import AsyncGraphs, AsyncModel
+from gradserve_client._async.graphs import AsyncGraphs
+from gradserve_client._async.model import AsyncModel
 from gradserve_client.buffer import Buffer
 from gradserve_client.buffers import Buffers
 from gradserve_client.client import Client
@@ -30,7 +31,8 @@ from gradserve_client.errors import (
     Unavailable,
 )
 from gradserve_client.graph_models import GraphHead, GraphInfo, GraphTensor, MicroBatch, Step
-from gradserve_client.graphs import Graphs, Model
+from gradserve_client.graphs import Graphs
+from gradserve_client.model import Model
 from gradserve_client.models import (
     BufferInfo,
     BufferRules,

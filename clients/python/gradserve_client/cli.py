@@ -41,8 +41,11 @@ _OPTIONS = {
     "ttl_seconds": "--ttl",
     "idempotency_key": "--key",
     "Idempotency-Key": "--key",
-    **{name: f"--{name}" for name in ("contributor", "dtype", "epoch", "from", "into", "keep", "nonfinite", "outputs")},
-    **{name: f"--{name}" for name in ("prefix", "quorum", "reduce", "timeout", "weight")},
+    **{
+        name: f"--{name}"
+        for name in ("contributor", "dtype", "epoch", "from", "into", "keep", "loss", "nonfinite", "outputs")
+    },
+    **{name: f"--{name}" for name in ("loss", "prefix", "quorum", "reduce", "set", "timeout", "train", "weight")},
     **{name: f"--{name.replace('_', '-')}" for name in ("max_norm", "min_count", "per_contributor", "quorum_weight")},
 }
 """The options of parameters that errors name."""

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Unpack
 
 import numpy.typing as npt
 
-from gradserve_client._async._adding import added
+from gradserve_client._async._adding import added, learn_limits
 from gradserve_client._async.buffer import AsyncBuffer
 from gradserve_client._async.runner import AsyncRunner
 from gradserve_client._wire import answers, bulk, pushes
-from gradserve_client._wire.arguments import as_key
+from gradserve_client._wire.arguments import as_key, as_name, check_mapping
 from gradserve_client._wire.specs import Reduce
-from gradserve_client._wire.tensors import Array, TensorLike
+from gradserve_client._wire.tensors import FLOATS, Array, TensorLike, as_array
 from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, Receipt, StagedPush, Statistics, Taken
 from gradserve_client.rows import Rows
 
@@ -84,6 +85,29 @@ class AsyncBuffers:
                 idempotency_key=idempotency_key,
             ),
         )
+
+    async def set(
+        self, tensors: Mapping[str, TensorLike], *, prefix: str = "", idempotency_key: str | None = None
+    ) -> dict[str, Receipt]:
+        """Write tensors over the buffers of their names behind `prefix`, and create those that are missing.
+
+        Each tensor then counts as the only gradient. A request carries all of them or, beyond 64 MiB or half of what
+        the server takes, some: each request writes all of its tensors or none. `value(prefix=...)` reads them back.
+        """
+        check_mapping("tensors", tensors, "tensors")
+        arrays = {as_name(f"{prefix}{name}"): as_array(tensor, name, dtypes=FLOATS) for name, tensor in tensors.items()}
+        specs = {name: BufferSpec(shape=array.shape, dtype=array.dtype) for name, array in arrays.items()}
+        found = await self.list(os.path.commonprefix([*specs]))
+        if missing := specs.keys() - {one.name for one in found}:
+            await self._runner.run(bulk.create({name: specs[name] for name in missing}, idempotency_key=None))
+        for shard in self._runner.shards:
+            await learn_limits(shard)
+        most = min(shard.limits["max_body_bytes"] for shard in self._runner.shards)
+        receipts: dict[str, Receipt] = {}
+        for call in pushes.overwrites(arrays, most, as_key(idempotency_key)):
+            some = await self._runner.run(call)
+            receipts |= some
+        return receipts
 
     async def pushes(self, prefix: str = "") -> Sequence[StagedPush]:
         """Return the pushes in parts that are not complete and add to a buffer with `prefix`, the oldest first."""

@@ -44,6 +44,7 @@ from gradserve_client._cli.output import (
 from gradserve_client._cli.pushes import forget_push, pushes, staged_for
 from gradserve_client._cli.rules import create, set_rules
 from gradserve_client._cli.session import Session
+from gradserve_client._cli.whole import save, set_
 from gradserve_client._wire import files
 from gradserve_client._wire.specs import Reduce
 from gradserve_client.buffer import Buffer
@@ -164,6 +165,8 @@ def put(
 
 
 app.command("add")(add)
+app.command("set")(set_)
+app.command("save")(save)
 
 
 @app.command()

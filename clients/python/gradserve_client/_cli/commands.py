@@ -15,8 +15,9 @@ from rich.text import Text
 from typer.main import get_command
 
 from gradserve_client._cli.buffers import app as about_buffers
+from gradserve_client._cli.graphs import app as about_graphs
 from gradserve_client._cli.info import info
-from gradserve_client._cli.options import Contributor, Key
+from gradserve_client._cli.options import Contributor, Key, pairs
 from gradserve_client._cli.output import (
     console,
     print_json,
@@ -44,6 +45,7 @@ app = typer.Typer(
     ),
 )
 app.add_typer(about_buffers, name="buffers")
+app.add_typer(about_graphs, name="graphs")
 app.command()(info)
 
 
@@ -145,10 +147,10 @@ def run(
     if output is not None and files.is_npy(output):
         raise typer.BadParameter("an .npy file cannot name its outputs: use .safetensors or .npz", ctx=ctx)
     values: dict[str, list[str]] = {}
-    for name, value in _pairs("--set", "=", attributes):
+    for name, value in pairs("--set", "=", attributes):
         values.setdefault(name, []).append(value)
-    buffers = {name: BufferName(buffer) for name, buffer in _pairs("--from", ":", sources)}
-    targets = dict(_pairs("--into", ":", into))
+    buffers = {name: BufferName(buffer) for name, buffer in pairs("--from", ":", sources)}
+    targets = dict(pairs("--into", ":", into))
     tensors = {} if file is None else files.read_all(file)
     with session.server() as server, files.writing(output) as write:
         call = calls.run(
@@ -222,11 +224,3 @@ def _show(operator: OperatorInfo) -> None:
     rows += [["attribute" if name is names[0] else "", name, note] for name, note in notes.items()]
     out.print()
     out.print(table(["", "name", "dtypes"], rows, wraps="dtypes", header=False))
-
-
-def _pairs(option: str, separator: str, texts: Sequence[str] | None) -> list[tuple[str, str]]:
-    pairs = [text.partition(separator) for text in texts or ()]
-    for name, separated, value in pairs:
-        if not (name and separated and value):
-            raise typer.BadParameter(f"{option} is {name}{separated}{value}: write it as NAME{separator}VALUE")
-    return [(name, value) for name, _, value in pairs]

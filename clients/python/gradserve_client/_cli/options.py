@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,15 @@ def check_chosen(name: str | None, prefix: str | None, everything: bool) -> None
         raise typer.BadParameter("--prefix is empty and would match every buffer; if you mean that, use --all")
     if (name is not None) + (prefix is not None) + everything != 1:
         raise typer.BadParameter("give one of NAME, --prefix PREFIX and --all")
+
+
+def pairs(option: str, separator: str, texts: Sequence[str] | None) -> list[tuple[str, str]]:
+    """Return the names and values in texts like `NAME=VALUE`. Raises `BadParameter`."""
+    pairs = [text.partition(separator) for text in texts or ()]
+    for name, separated, value in pairs:
+        if not (name and separated and value):
+            raise typer.BadParameter(f"{option} is {name}{separated}{value}: write it as NAME{separator}VALUE")
+    return [(name, value) for name, _, value in pairs]
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The buffer.")]

@@ -12,6 +12,7 @@ from gradserve_client._http.requests import Requests
 from gradserve_client._http.runner import Runner
 from gradserve_client.buffers import Buffers
 from gradserve_client.errors import INTERRUPTED, GradserveError
+from gradserve_client.graphs import Graphs
 
 T = TypeVar("T")
 
@@ -38,6 +39,7 @@ class Server(Runner):
         timeouts = Timeouts(timeout=session.timeout, cuts_transfers=False)
         super().__init__(requests, timeouts, channel(requests, None))
         self.buffers = Buffers(self)
+        self.graphs = Graphs(self)
 
     def run(self, call: Call[T]) -> T:
         """Return the result of the call. Raises `GradserveError`, also if the user interrupts a change."""

@@ -7,13 +7,15 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from gradserve_client._http.outcomes import Answer
 from gradserve_client._http.placement import RETRYABLE
 from gradserve_client._http.policy import Call
 from gradserve_client._wire import answers
 from gradserve_client._wire.answers import JSON
+from gradserve_client._wire.bulk import accumulate
+from gradserve_client._wire.tensors import Array
 from gradserve_client.errors import Conflict, KeyReused, StoreFull, TooLarge, mistaken
 from gradserve_client.models import Receipt, StagedPush
 
@@ -75,7 +77,7 @@ def pushes(adds: Sequence[Call[Receipts]], limits: Sequence[Mapping[str, int]], 
     made = []
     for add, some, known in zip(adds, sizes, limits, strict=True):
         _check_each(some, known["max_body_bytes"])
-        parts = [*_packed(some, min(most or PART_BYTES, known["max_body_bytes"]), known["max_tensors"] // 2)]
+        parts = [*packed(some, min(most or PART_BYTES, known["max_body_bytes"]), known["max_tensors"] // 2)]
         if len(parts) > 1 or len(adds) > 1:  # all gradients are staged everywhere before any push is complete
             parts.append([])
         if len(parts) > (most_parts := known.get("max_parts", 0)):
@@ -106,7 +108,7 @@ def _check_each(sizes: Mapping[str, int], limit: int) -> None:
             )
 
 
-def _packed(sizes: Mapping[str, int], limit: int, count: int) -> Iterator[list[str]]:
+def packed(sizes: Mapping[str, int], limit: int, count: int) -> Iterator[list[str]]:
     """Yield the names in parts of at most `limit` bytes and `count` buffers, or of one buffer."""
     some: list[str] = []
     held = 0
@@ -117,6 +119,15 @@ def _packed(sizes: Mapping[str, int], limit: int, count: int) -> Iterator[list[s
         some.append(name)
         held += size
     yield some
+
+
+def overwrites(arrays: Mapping[str, Array], most: int, key: str) -> Iterator[Call[Receipts]]:
+    """Yield the requests that write arrays over buffers, each of up to half of what the server takes in bytes."""
+    sizes = {name: array.nbytes for name, array in arrays.items()}
+    for number, names in enumerate(packed(sizes, min(PART_BYTES, most // 2), PART_BUFFERS)):
+        some = {name: arrays[name] for name in names}
+        more: Any = {"weight": 1.0, "epoch": None, "contributor": None}
+        yield accumulate(some, overwrite=True, idempotency_key=f"{key}-{number}" if number else key, **more)
 
 
 def _push(add: Call[Receipts], parts: Sequence[Sequence[str]]) -> Push:

@@ -1,0 +1,263 @@
+"""Training a graph of a server: micro-batches that count once, and steps that happen once."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Unpack
+
+from gradserve_client._http.runner import Runner
+from gradserve_client._runs import training
+from gradserve_client._runs.names import checked_prefix
+from gradserve_client._wire import files, graphs
+from gradserve_client._wire.arguments import as_contributor, as_name
+from gradserve_client._wire.calls import Input, Inputs
+from gradserve_client._wire.tensors import Array, TensorLike
+from gradserve_client.buffers import Buffers
+from gradserve_client.errors import EpochGone, InvalidInput, KeyReused, StaleEpoch, explained
+from gradserve_client.graph_models import GraphInfo, MicroBatch, Step
+from gradserve_client.models import BufferRules, BufferSpec
+
+MOST_MICRO_BATCHES = 10**9
+"""Micro-batches of a worker in a step, by default: the most that the server allows."""
+
+
+class Model:
+    """A graph by its name, and a worker's place in a run that trains it. Each worker has a model of its own.
+
+    Parameters, gradients and the optimizer's state are buffers on the server, with a common `prefix`. Every micro-batch
+    counts once, and every step happens once, through retries, kills and failover.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        name: str,
+        run: str | None = None,
+        worker: str | None = None,
+        timeout: float = 600.0,
+        rules: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._runner, self.name = runner, as_name(name)
+        self._prefix = checked_prefix(name if run is None else run, None)
+        self._worker = None if worker is None else as_contributor(worker, "worker")
+        self._sender = uuid.uuid4().hex if worker is None else worker
+        self._timeout, self._rules = timeout, rules or {}
+        self._buffers = Buffers(runner)
+        self._info: GraphInfo | None = None
+        self._run: training.Run | None = None
+        self._epoch = self._number = 0
+        self._kept: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, prefix={self.prefix!r} at {self._runner.place_of(self.name)})"
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the run's buffers begin with."""
+        return self._prefix
+
+    @property
+    def step(self) -> int:
+        """The number of steps that are done, as far as this worker knows; 0 before `start`, which asks the server."""
+        return self._epoch if self._run is None else self._run.first + self._epoch
+
+    def join(
+        self,
+        run: str,
+        *,
+        worker: str | None = None,
+        timeout: float = 600.0,
+        keep: int = 1,
+        nonfinite: str = "allow",
+        **rules: Unpack[BufferRules],
+    ) -> Model:
+        """Return the model of a worker in this run. Without it, the run has the graph's name, and a single worker.
+
+        A micro-batch that the `worker` repeats after a restart counts once. A step ends when its epoch has the `quorum`
+        of micro-batches, or by the other rules of buffers, such as `deadline_seconds`; without any, the worker that
+        calls `optim_step` ends it. `timeout` is how long that waits. If the run exists, its own rules stay.
+
+        >>> server.graphs["linear"].join("exp1", worker="rank0", quorum=3).prefix
+        'exp1.'
+        """
+        spec: Any = {"per_contributor": MOST_MICRO_BATCHES, **rules, "keep": keep, "nonfinite": nonfinite}
+        return Model(self._runner, self.name, run, worker, timeout, spec)
+
+    def info(self) -> GraphInfo:
+        """Return what the graph takes and gives. Raises `NotFound`.
+
+        >>> server.graphs["linear"].info().outputs["y"]
+        GraphTensor(dtype='float32', shape=(None, 1))
+        """
+        self._info = self._runner.run(graphs.info(self.name))
+        return self._info
+
+    def delete(self, *, idempotency_key: str | None = None) -> None:
+        """Delete the graph. Buffers stay: `server.buffers.delete(prefix=model.prefix)` deletes those of the run.
+
+        >>> server.graphs["linear"].delete()
+        """
+        return self._runner.run(graphs.delete(self.name, idempotency_key))
+
+    def run(
+        self, tensors: Mapping[str, Input | Inputs], *, outputs: Sequence[str] | None = None, seed: int | None = None
+    ) -> dict[str, Array]:
+        """Run the graph, and return its outputs by name, or some of them.
+
+        Parameters that `tensors` does not have are the model's own. A buffer may be in the place of a tensor:
+        `{"parameters": server.buffers["exp1.p.*"]}`.
+
+        >>> server.graphs["linear"].run({"x": [[1, 2]]}, outputs=["y"])
+        {'y': array([[9.]], dtype=float32)}
+        """
+        info = self._info or self.info()
+        return self._runner.run(graphs.run(info, tensors, outputs, seed))
+
+    def start(self, weights: Mapping[str, TensorLike] | str | Path | None = None) -> int:
+        """Begin the run with these weights, or join it, and return the number of steps that are done.
+
+        The weights are those of all parameters by name, a safetensors or .npz file of them, or a checkpoint that `save`
+        has written, whose steps are counted on. Without any, they are the model's own. A run that has begun keeps its
+        weights. The first call of the other methods starts the run, too.
+
+        Raises `InvalidInput` for weights that do not fit, and `KeyReused` if another worker begins with other weights.
+
+        >>> server.graphs["linear"].join("exp2").start({"w": [[0], [0]], "b": [1]})
+        0
+        """
+        info = self._info or self.info()
+        training.check_trains(info)
+        found = {one.name: one for one in self._buffers.list(self._prefix)}
+        if not training.is_started(self._prefix, info, found):
+            self._begin(info, files.read_all(Path(weights)) if isinstance(weights, str | Path) else weights)
+            found = {one.name: one for one in self._buffers.list(self._prefix)}
+        names = [name for name in found if name == f"{self._prefix}::first"]
+        first = self._buffers.value(names) if names else {}
+        self._run = training.joined(self._prefix, info, found, self._worker, self._sender, first)
+        self._kept, self._epoch, self._number = {*found}, training.epochs_done(self._prefix, info, found), 0
+        return self.step
+
+    def _begin(self, info: GraphInfo, weights: Mapping[str, TensorLike] | None) -> None:
+        """Create the buffers of the run, and write the weights."""
+        given = {} if weights is None else training.in_buffers(self._prefix, info, weights)
+        specs = {name: BufferSpec(shape=array.shape, dtype=array.dtype) for name, array in given.items()}
+        specs |= training.summed(self._prefix, info, self._rules)
+        made = self._buffers.create_many(specs)
+        key = training.key(self._prefix, made[f"{self._prefix}loss"].created_at, "start")
+        try:
+            if own := training.own_groups(self._prefix, info, given):
+                content = self._runner.run(graphs.content(self.name))
+                self._runner.run(graphs.put(self.name, content, info.options, own, None))
+            if given:
+                self._buffers.accumulate(given, idempotency_key=key)
+        except KeyReused as error:
+            raise explained(error, "Another worker has begun this run with other weights") from None
+        except InvalidInput as error:
+            if error.context.get("parameter") != "set":
+                raise
+            raise training.no_weights(info) from None
+
+    def forward_backward(
+        self, tensors: Mapping[str, TensorLike], *, weight: float = 1.0, outputs: Sequence[str] = ()
+    ) -> MicroBatch:
+        """Compute the loss of a micro-batch, and add `weight` times its gradients to those of the step.
+
+        The weight of a mean loss is the number of its samples. `outputs` names outputs to return besides the loss. A
+        worker with a name that is started again in the middle of a step sends the same micro-batches in the same order:
+        those that have counted do not count again, and have the same loss. After an error the same call counts once.
+
+        >>> model.forward_backward({"x": [[1, 2]], "target": [[8]]}, weight=1).loss
+        1.0
+        """
+        run = self._joined()
+        call = run.micro_batch(tensors, self._epoch, self._number, weight, outputs)
+        try:
+            batch = self._runner.run(call)
+        except StaleEpoch as error:
+            if error.context.get("epoch", self._epoch) < self._epoch:
+                raise
+            batch = MicroBatch(step=self.step, counted=False)
+        except KeyReused as error:
+            hint = "A worker that is started again sends the micro-batches of its step once more, in the same order"
+            raise explained(error, hint) from None
+        self._number += 1
+        return batch
+
+    def optim_step(self, optimizer: str = "AdamWOptimizer", *, lr: float, **attributes: Any) -> Step:
+        """Let the optimizer take the step, with the mean of its gradients, once for all workers that ask for it.
+
+        `optimizer` is AdamWOptimizer or SGDOptimizerV2, and `attributes` are those of the operator. All workers give
+        the same. Waits for the quorum, or closes the epoch where nothing else does.
+
+        Raises `EpochOpen` after `timeout` seconds, `KeyReused` if another worker gave other arguments, and
+        `NothingToAverage` if the weights sum to zero.
+
+        >>> batch = model.forward_backward({"x": [[1, 2]], "target": [[8]]})
+        >>> model.optim_step("SGDOptimizerV2", lr=0.05).loss, model.step
+        (1.0, 1)
+        """
+        run, epoch = self._joined(), self._epoch
+        missing = {name: spec for name, spec in run.moments(optimizer).items() if name not in self._kept}
+        if missing:
+            self._buffers.create_many(missing)
+            self._kept |= missing.keys()
+        ended = self._ended(run)
+        try:
+            if run.info.statistics:
+                self._runner.run(run.statistics(epoch))
+            results = self._runner.run(run.optimizer_step(optimizer, epoch, lr, attributes))
+        except EpochGone:  # others have done this step so long ago that the server does not know its key
+            self.start()
+            if self._epoch <= epoch:
+                raise
+            return Step(step=run.first + epoch, replayed=True)
+        except KeyReused as error:
+            raise explained(error, "All workers of a run give optim_step the same arguments") from None
+        self._epoch, self._number = epoch + 1, 0
+        return training.step_of(run.first + epoch, results, ended)
+
+    def parameters(self) -> dict[str, Array]:
+        """Return the parameters by name, all of the same step.
+
+        >>> model.parameters()["b"]
+        array([1.], dtype=float32)
+        """
+        self._joined()
+        prefix = f"{self._prefix}{training.STATE['parameters']}."
+        values = self._buffers.value(prefix=prefix)
+        return {name.removeprefix(prefix): value for name, value in values.items()}
+
+    def save(self, path: str | Path) -> int:
+        """Write a checkpoint, a safetensors file, and return the number of steps that it has.
+
+        The parameters have their own names. What the optimizer keeps, statistics, and the number of steps have names
+        that begin with `::`. All are of the same step. `start` reads the file.
+
+        >>> model.save("/dev/null")
+        0
+        """
+        run = self._joined()
+        found = self._buffers.list(self._prefix)
+        with files.writing(Path(path)) as write:
+            step, tensors = run.checkpoint(self._runner.run(run.values(training.kept(self._prefix, found))))
+            write(tensors)
+        return step
+
+    def _joined(self) -> training.Run:
+        if self._run is None:
+            self.start()
+        assert self._run is not None
+        return self._run
+
+    def _ended(self, run: training.Run) -> Any:
+        """Wait for the end of the epoch, or end it. Return its mean loss and receipt, None if they are gone."""
+        epoch = self._epoch
+        if not run.closes_itself:
+            with suppress(StaleEpoch):
+                self._buffers.close_epoch(run.summed, min_count=1, epoch=epoch, idempotency_key=run.key("close", epoch))
+        with suppress(EpochGone):
+            return self._runner.run(run.mean_loss(epoch, self._timeout))
+        return None

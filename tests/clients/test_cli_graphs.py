@@ -1,0 +1,77 @@
+"""The commands about graphs, and those that write whole files over buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gradserve_client import Client
+from safetensors.numpy import load_file, save_file
+
+from tests.api.models import linear
+from tests.clients.conftest import delete_all
+from tests.clients.terminal import Call
+from tests.serving import serving
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Client]:
+    with serving() as url, Client(url) as client:
+        yield client
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    file = tmp_path / "linear.onnx"
+    file.write_bytes(linear())
+    return file
+
+
+def test_a_graph_is_put_shown_run_and_removed(call: Call, server: Client, model: Path, tmp_path: Path) -> None:
+    put = call(server, "graphs", "put", "lin", model, "--loss", "MSELoss", "--train", "w", "--set", "parameters:m.p.*")
+    assert put.out == call(server, "graphs", "show", "lin").out
+    lines = [line.split() for line in put.out.splitlines()]
+    assert lines[0][:2] == ["lin:", "training,"]
+    assert ["inputs", "x", "float32", "[?,", "2]"] in lines
+    assert ["gradients", "w", "float32", "[2,", "1]"] in lines
+    assert call(server, "graphs", "show", "lin", "--json").json["options"] == {"loss": "MSELoss", "train": "w"}
+    assert [line.split()[0] for line in call(server, "graphs", "ls").out.splitlines()] == ["name", "lin"]
+    assert [one["name"] for one in call(server, "graphs", "ls", "x", "--json").json] == []
+    save_file({"x": np.array([[1, 1]], np.float32)}, tmp_path / "in.safetensors")
+    server.buffers.set({"m.p.w": [[0], [1]]})
+    run = ["graphs", "run", "lin", tmp_path / "in.safetensors", "--outputs", "y"]
+    assert call(server, *run).out == "y: float32 [1, 1]\n[[6.]]\n"
+    made = tmp_path / "out.safetensors"
+    from_buffers = call(server, *run, "--from", "parameters:m.p.*", "-o", made, "--json").json
+    assert from_buffers == {"y": {"dtype": "float32", "shape": [1, 1]}}
+    assert load_file(made)["y"].tolist() == [[2]]
+    assert call(server, "graphs", "put", "lin", model).code == 4
+    wrong = call(server, "graphs", "put", "other", model, "--loss", "CTCLoss")
+    assert (wrong.code, "loss is 'CTCLoss'" in wrong.err) == (5, True)
+    assert "--set is 'weights:m.p.*'" in call(server, "graphs", "put", "other", model, "--set", "weights:m.p.*").err
+    assert call(server, "graphs", "rm", "lin").code == 0
+    assert call(server, "graphs", "rm", "lin").code == 3
+    delete_all(server)
+
+
+def test_a_file_is_written_over_buffers_and_back(call: Call, server: Client, tmp_path: Path) -> None:
+    given, made = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    tensors = {"fc.w": np.array([[1, 2]], np.float32), "fc.b": np.array([3.0])}
+    save_file(tensors, given)
+    lines = call(server, "buffers", "set", "m.p.", given).out.splitlines()
+    assert sorted(lines) == ["m.p.fc.b: epoch 0, count 1, weight 1", "m.p.fc.w: epoch 0, count 1, weight 1"]
+    assert len(call(server, "--json", "buffers", "set", "m.p.", given, "--key", "k").json) == 2
+    assert call(server, "buffers", "save", "m.p.", made).out.splitlines() == [
+        f"{made}: fc.b float64 [1]",
+        f"{made}: fc.w float32 [1, 2]",
+    ]
+    found = load_file(made)
+    assert {name: (one.dtype, one.tolist()) for name, one in found.items()} == {
+        name: (one.dtype, one.tolist()) for name, one in tensors.items()
+    }
+    assert call(server, "buffers", "save", "m.p.", made, "--json").json["fc.w"] == {"dtype": "float32", "shape": [1, 2]}
+    assert call(server, "buffers", "save", "nothing.", made).code == 3
+    assert load_file(made).keys() == tensors.keys()
+    delete_all(server)
