@@ -44,14 +44,15 @@ MAX_LISTED = 1000
 def training_of(model: Model, loss: str, train: str | None = None) -> Program:
     """Return the program of a model's training. `loss` is one of `LOSSES`, or the name of an output that is the loss.
 
-    `train` chooses the parameters: see `parameters_of`. The others are constants. Dropout, and BatchNormalization with
-    a trained scale or bias, take their training form. Raises `InvalidGraph`.
+    `train` chooses the parameters: see `parameters_of`. The others are constants. Dropout takes its training form, and
+    so does BatchNormalization with a trained scale or bias, or, if it has neither, with a trained parameter before it.
+    Raises `InvalidGraph`.
     """
     inputs, value, losses, checks = _loss(model, loss)
     nodes, tensors = [*model.nodes, *losses], {**model.initializers, **model.constants}
     chosen = parameters_of(model, train)
     on_the_way = dependent(nodes, chosen)
-    nodes = [_in_training(node, on_the_way) for node in nodes]
+    nodes = [_in_training(node, on_the_way, model.constants) for node in nodes]
     if lacking := without_rule(nodes, value.name, chosen):
         labels = ", ".join(shown(node.label) for node in lacking[:MAX_LISTED])
         problem = f"on the way to the loss, these nodes have no gradient: {labels}"
@@ -122,12 +123,13 @@ TRUE = "~true"
 """The constant that turns Dropout on."""
 
 
-def _in_training(node: Node, on_the_way: set[str]) -> Node:
+def _in_training(node: Node, on_the_way: set[str], constants: Collection[str]) -> Node:
     """Return the form of a node for training, with the outputs that its rule reads."""
     if node.op == "Dropout":
         ratio = node.inputs[1] if len(node.inputs) > 1 else ""
         node = replace(node, inputs=(node.inputs[0], ratio, TRUE))
-    if node.op == "BatchNormalization" and not on_the_way.isdisjoint(node.inputs[1:3]):
+    trained = node.inputs[:1] if all(one in constants for one in node.inputs[1:3]) else node.inputs[1:3]
+    if node.op == "BatchNormalization" and not on_the_way.isdisjoint(trained):
         node = replace(node, attributes={**node.attributes, "training_mode": 1})
     return node if on_the_way.isdisjoint(node.inputs) else completed(node)
 

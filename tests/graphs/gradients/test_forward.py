@@ -342,6 +342,15 @@ def test_a_frozen_batch_normalization_keeps_its_statistics() -> None:
     assert got["var"].tolist() == weights["var"].tolist()
 
 
+@pytest.mark.parametrize(("pattern", "trains"), [("*", True), ("v", False)])
+def test_a_batch_normalization_without_weights_trains_behind_others(pattern: str, trains: bool) -> None:
+    ones = [("Constant", "", name, {"value": numpy_helper.from_array(np.ones(3))}) for name in ("s", "b")]
+    nodes = [*ones, ("MatMul", "x w", "h"), ("BatchNormalization", "h s b mean var", "n"), ("Mul", "n v", "y")]
+    weights = {"w": WEIGHTS["w"], "v": numbers(3), "mean": np.zeros(3), "var": np.ones(3)}
+    got = run(program(model(nodes, weights), pattern=pattern), {"x": X, "target": numbers(5, 3)})
+    assert got["mean"].any() == trains
+
+
 @pytest.mark.parametrize("inputs", ["h", "h ratio", "h ratio off"])
 def test_dropout_drops_by_the_seed(inputs: str) -> None:
     weights = {"w": numbers(4, 300), "ratio": np.array(0.5), "off": np.array(False)}
