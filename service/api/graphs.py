@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import APIRouter, Query
@@ -23,12 +23,13 @@ from service.api.http.negotiation import check_no_query, media_types
 from service.api.http.offload import INLINE_BYTES
 from service.api.http.routing import BYTES_CONTENT, SAFETENSORS_BODY, SAFETENSORS_CONTENT, access, answer_header, body
 from service.api.operators.job import uses_of
-from service.api.operators.planned import Planned, keep, plan, planned
+from service.api.operators.planned import Planned, keep, kept, plan, planned
 from service.api.operators.rest import EndpointQuery, answer_body
 from service.buffers.changes import Change
 from service.buffers.graph_changes import DeleteGraph, PutGraph
 from service.buffers.graphs import StoredGraph
 from service.buffers.names import check_length, check_name
+from service.buffers.record import Key
 from service.buffers.sets import Set
 from service.buffers.specs import Spec
 from service.dtypes import Array
@@ -154,9 +155,8 @@ async def put_graph(call: CurrentCall, name: str, query: Annotated[PutQuery, Que
     _check_type(call)
     content = await read_body(call)
     options = {each: value for each in ("loss", "train") if (value := getattr(query, each)) is not None}
-    graph = await call.offload(False, plan, call, content, options)
+    put, key, graph = await call.offload(False, _read, call, name, content, options)
     changes = _weights(call, graph, query.sets) if query.sets else []
-    put, key = await call.offload(False, lambda: (PutGraph.of(name, content, options), key_of(call, content)))
     outcome = await call.submit(changes, key, graph=put)
     assert outcome.graph is not None
     described = _described(keep(call, outcome.graph, graph))
@@ -170,6 +170,12 @@ def _check_type(call: Call) -> None:
         accepted = ", ".join(MEDIA_TYPES)
         problem = f"Content-Type is {shown(header)}, but a model has one of {accepted}"
         raise UnsupportedMediaType(problem, {"Accept": accepted})
+
+
+def _read(call: Call, name: str, content: memoryview, options: Mapping[str, str]) -> tuple[PutGraph, Key | None, Graph]:
+    """Return what to store, with the Idempotency-Key, and the planned graph."""
+    put = PutGraph.of(name, content, options)
+    return put, key_of(call, content), kept(call, put) or plan(call, content, options)
 
 
 def _weights(call: Call, graph: Graph, texts: Sequence[str]) -> list[Change]:

@@ -303,7 +303,7 @@ def test_a_graph_that_is_not_planned_is_planned_once(tmp_path: Path, monkeypatch
         return read(content, *rest, **options)
 
     monkeypatch.setattr(Graph, "read", counted)
-    for size, expected in ((1 << 20, 2), (0, 16)):
+    for size, expected in ((1 << 20, 2), (0, 20)):
         plans.clear()
         with (
             serving(store=store, threads=2, graph_cache_bytes=size) as url,
@@ -312,6 +312,7 @@ def test_a_graph_that_is_not_planned_is_planned_once(tmp_path: Path, monkeypatch
         ):
             answers = [*pool.map(lambda number, client=client: run(client, "ab"[number % 2]), range(16))]
             assert [ok(answer)["y"]["data"] for answer in answers] == [Y] * 16
+            assert [put(client, name).status_code for name in "abab"] == [200] * 4
         assert len(plans) == expected
 
 

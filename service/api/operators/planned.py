@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from service.api.http.call import Call
+from service.buffers.graph_changes import PutGraph
 from service.buffers.graphs import StoredGraph
 from service.buffers.names import check_name
-from service.errors import GraphsNotInstalled
+from service.errors import GraphsNotInstalled, UnknownGraph
 from service.kernels import Operator, Workspace, workspace
 
 if TYPE_CHECKING:
@@ -43,6 +44,17 @@ def keep(call: Call, stored: StoredGraph, graph: Graph) -> Planned:
     planned = Planned(stored, graph, graph.operator(stored.name))
     call.cache.put(_key(call, stored.name), stored.id, planned, graph.nbytes)
     return planned
+
+
+def kept(call: Call, put: PutGraph) -> Graph | None:
+    """Return the graph that is to be put, if it is there already and planned."""
+    try:
+        stored = call.store.graph(put.name)
+    except UnknownGraph:
+        return None
+    found: Planned | None = call.cache.get(_key(call, put.name), stored.id)
+    is_same = (stored.digest, stored.options) == (put.digest, put.options)
+    return found.graph if found is not None and is_same else None
 
 
 async def planned(call: Call, name: str) -> Planned:
