@@ -138,8 +138,9 @@ class Graph:
 
     def _run(self, *given: Any, wanted: Collection[str] | None = None, seed: int | None = None) -> tuple[Any, ...]:
         """Return all outputs in order: a mapping for a group. One that is not wanted is None, or empty."""
+        names = None if wanted is None else {*wanted}
         chosen = {
-            group: [port for port in ports if wanted is None or (group or port.name) in wanted]
+            group: [port for port in ports if names is None or (group or port.name) in names]
             for group, ports in self._outputs.items()
         }
         plan = self._plan([port.value.name for ports in chosen.values() for port in ports])
@@ -147,7 +148,7 @@ class Graph:
         finished = {name: _finished(name, result) for name, result in results.items()}
         outputs = list[Any]()
         for group, ports in self._outputs.items():
-            values = {port.name: finished[port.value.name] for port in ports if port in chosen[group]}
+            values = {port.name: finished[port.value.name] for port in chosen[group]}
             outputs += [values] if group and ports else [values.get(port.name) for port in ports] if not group else []
         return tuple(outputs)
 
@@ -173,13 +174,12 @@ class Graph:
 
 def _members(values: Iterable[Value]) -> list[Port]:
     """Return the tensors as members of a group. Their names are as buffers may have them."""
-    names = dict[str, Value]()
+    names, numbers = dict[str, Value](), Counter[str]()
     for value in values:
         name = clean = re.sub(r"[^A-Za-z0-9._:-]", "_", value.name)[-MAX_MEMBER_CHARACTERS:] or "_"
-        number = 1
         while name in names:
-            number += 1
-            name = f"{clean[: MAX_MEMBER_CHARACTERS - 8]}_{number}"
+            numbers[clean] += 1
+            name = f"{clean[: MAX_MEMBER_CHARACTERS - 8]}_{numbers[clean] + 1}"
         names[name] = value
     return [Port(*pair) for pair in names.items()]
 

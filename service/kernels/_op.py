@@ -129,7 +129,8 @@ class Operator:
         """
         selection = {}
         if wanted is not None and self.takes_wanted:
-            selection = {"wanted": [name if name in self.output_names else name.partition(".")[0] for name in wanted]}
+            known = {*self.output_names}  # a plain name may have a dot, too
+            selection = {"wanted": [name if name in known else name.partition(".")[0] for name in wanted]}
         result = self.kernel(*self._in_order(tensors), **self._in_python(attributes), **selection)
         results = dict(zip(self.output_names, result if isinstance(result, tuple) else (result,), strict=True))
         if self.has_groups:
