@@ -15,6 +15,7 @@ from tests.api.models import linear, trained
 from tests.api.models import model as onnx_model
 from tests.clients.both import connected
 from tests.clients.conftest import delete_all
+from tests.clients.graph_worker import batch
 from tests.serving import serving
 
 SGD = "SGDOptimizerV2"
@@ -35,12 +36,6 @@ def server(address: str, kind: str) -> Any:
             client.graphs[graph.name].delete()
         client.graphs.put("lin", linear(), loss="MSELoss")
         yield client
-
-
-def batch(step: int, worker: int, number: int = 0) -> dict[str, Any]:
-    """A micro-batch that follows from its place."""
-    x = np.random.default_rng([step, worker, number]).standard_normal((4, 2)).astype(np.float32)
-    return {"x": x, "target": x[:, :1] - 2 * x[:, 1:] + 3}
 
 
 def reference(steps: int, workers: int, lr: float) -> tuple[Any, list[float]]:
