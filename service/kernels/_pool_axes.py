@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.dtypes import Array
+from service.dtypes import Array, DType
 from service.kernels._blocks import check_wanted
 from service.kernels._windows import Windows
 
@@ -29,7 +29,7 @@ class Axis:
         low, high = (-((first - end) // self.dilation) for end in (0, self.size))
         return np.maximum(0, np.minimum(high, self.kernel) - np.maximum(low, 0))
 
-    def spread(self, block: Array, out: Array, axis: int) -> Array:
+    def spread(self, block: Array, out: Array, axis: int) -> None:
         """Fill `out` with zeros, and add each element of `block` to all elements of its window along the axis."""
         before = (slice(None),) * axis
         moves = list(self._moves())
@@ -41,7 +41,6 @@ class Axis:
                 out[(*before, place)] = block[(*before, window)]
             else:
                 out[(*before, place)] += block[(*before, window)]
-        return out
 
     def _moves(self) -> Iterator[tuple[slice, slice]]:
         """Yield, tap by tap or window by window, elements of X and the windows that they get the gradient of."""
@@ -54,9 +53,10 @@ class Axis:
                 windows = slice(low, high) if by_tap else slice(number, number + 1)
                 yield slice(first + low * step, first + (high - 1) * step + 1, step), windows
 
-    def gather(self, block: Array, out: Array, axis: int, fold: np.ufunc) -> None:
-        """Fold into each element of `out` all elements of its window along the axis."""
+    def gather(self, block: Array, out: Array, axis: int, *, fold: np.ufunc, least: float) -> None:
+        """Let each element of `out` be the fold of `least` and all elements of its window along the axis."""
         before = (slice(None),) * axis
+        out[...] = least
         for place, window in self._moves():
             check_wanted()
             part, target = block[(*before, place)], out[(*before, window)]
@@ -65,8 +65,9 @@ class Axis:
             fold(target, part, out=target)
 
     def find(self, block: Array, out: Array, axis: int, indices: Array, found: Array) -> None:
-        """Fold the greatest elements into `out`, and write to `found` the `indices` of the first of them."""
+        """Write the greatest elements to `out`, and to `found` the `indices` of the first of them, or -1."""
         before = (slice(None),) * axis
+        out[...], found[...] = least_of(out.dtype), -1
         for place, window in reversed([*self._moves()]):
             check_wanted()
             part, numbers = block[(*before, place)], indices[(*before, place)]
@@ -77,6 +78,11 @@ class Axis:
             # Arithmetic has no branches, which random numbers make slow.
             np.add(old, (numbers - old) * np.asarray(part >= target).view(np.uint8), out=old)
             np.maximum(target, part, out=target)
+
+
+def least_of(dtype: DType) -> float:
+    """Return the least number of a dtype."""
+    return np.iinfo(dtype).min if dtype.kind in "iu" else -np.inf
 
 
 def axes_of(windows: Windows, counts: Sequence[int] | None, *, ceil: bool) -> list[Axis]:

@@ -172,7 +172,7 @@ def layer_normalization(
 
 
 def group_normalization(
-    X: Array, scale: Array, bias: Array, /, *, num_groups: int | None = None, epsilon: float = 1e-5, stash_type: int = 1
+    X: Array, scale: Array, bias: Array, /, *, num_groups: int | None = None, epsilon: float = 1e-5
 ) -> tuple[Array, ...]:
     """Return Y = (X - mean) * inv_std_dev * scale + bias, the mean, and inv_std_dev, of each group of channels.
 

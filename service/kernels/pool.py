@@ -1,4 +1,4 @@
-"""MaxPool, AveragePool and LpPool, and the gradients of the first two, with one spatial axis or more.
+"""MaxPool and AveragePool, and their gradients, with one spatial axis or more.
 
 The gradients take the shape of X. float16 and bfloat16 are added in float32 and rounded once. Source of the semantics:
 the CPU kernels of ONNX Runtime 1.19.2, and its forward operators where the gradients are wrong.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
-from service.dtypes import INT32, INT64, Array, compute_dtype
+from service.dtypes import INT32, INT64, Array, DType, compute_dtype
 from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch
 from service.kernels._blocks import block_length, check_wanted, claim, new_output, row_major, scratch, share_out
 from service.kernels._checks import check_shape, same_shapes
-from service.kernels._narrow import compute_wide, narrow, widen, widen_tensor
+from service.kernels._narrow import compute_wide, narrow, widen
 from service.kernels._op import check_work, op
-from service.kernels._pool_axes import Axis, axes_of, elements_of
+from service.kernels._pool_axes import Axis, axes_of, elements_of, least_of
 from service.kernels._scatter import clear, output_size, read_shape
 from service.kernels._types import Bit, NotNegative, Positive, Rank4, Shape, T, Tind
 from service.kernels._windows import AutoPad, Windows, make_windows, same
@@ -167,26 +168,13 @@ def average_pool_grad(
     if not dY.size or not output.size:
         clear(output)
         return output
-    planes, target = row_major(dY).reshape(-1, *dY.shape[2:]), output.reshape(-1, *dims[2:])
     dtype = compute_dtype(dY.dtype)
     divisors = np.asarray(math.prod(windows.kernel) if count_include_pad else elements_of(axes), dtype)
-    height = max(1, block_length(dY.dtype, 2) // max(math.prod(dims[2:]), math.prod(dY.shape[2:])))
 
-    def spread(number: int) -> None:
-        part = slice(number * height, (number + 1) * height)
-        given, result = planes[part], target[part]
-        block = scratch(0, given.size, dtype).reshape(given.shape)
-        np.divide(widen(given, 1) if given.dtype != dtype else given, divisors, out=block)
-        for number, axis in reversed([*enumerate(axes, 1)]):
-            shape = (*block.shape[:number], axis.size, *block.shape[number + 1 :])
-            is_last = number == 1 and result.dtype == dtype
-            block = axis.spread(
-                block, result if is_last else scratch(number, math.prod(shape), dtype).reshape(shape), number
-            )
-        if result.dtype != dtype:
-            narrow(block, result, (0, len(axes) + 1))
+    def divide(block: Array) -> Array:
+        return np.divide(block, divisors, out=scratch(1, block.size, dtype).reshape(block.shape))
 
-    share_out(spread, -(-len(planes) // height))
+    _run(dY, output, axes, Axis.spread, start=divide)
     return output
 
 
@@ -200,9 +188,9 @@ def max_pool(
     padding. Raises `ShapeMismatch`, `InvalidParameter` and `TensorTooLarge`.
     """
     axes = _axes(X, _windows(X, **attributes), ceil_mode)
-    places = new_output(None, (*X.shape[:2], *(axis.count for axis in axes)), INT64) if indices else None
-    floating = X.dtype.kind not in "iu"
-    Y = _fold(X, axes, np.maximum, -np.inf if floating else np.iinfo(X.dtype).min, indices=places)
+    Y = _output(X, axes, X.dtype)
+    places = _output(X, axes, INT64) if indices else None
+    _run(X, Y, axes, partial(Axis.gather, fold=np.maximum, least=least_of(X.dtype)), indices=places)
     return (Y,) if places is None else (Y, places)
 
 
@@ -213,17 +201,13 @@ def average_pool(X: Array, /, *, ceil_mode: int = 0, count_include_pad: int = 0,
         windows = same(windows, windows.kernel, attributes["auto_pad"])
     axes = _axes(X, windows, ceil_mode)
     divisors = math.prod(windows.kernel) if count_include_pad else elements_of(axes)
-    return _fold(X, axes, np.add, 0, finish=lambda sums: np.divide(sums, divisors, out=sums, casting="same_kind"))
+    Y = _output(X, axes, X.dtype)
 
+    def divide(sums: Array) -> None:
+        np.divide(sums, divisors, out=sums, casting="same_kind")
 
-def lp_pool(X: Array, /, *, p: int = 2, ceil_mode: int = 0, **attributes: Any) -> Array:
-    """Return Y = sum(|x| ** p) ** (1 / p) over each window of X. The rest is as in `max_pool`."""
-    axes = _axes(X, _windows(X, **attributes), ceil_mode)
-    x = widen_tensor(X)
-    claim(2 * x.nbytes)
-    powers = np.abs(x) ** x.dtype.type(p)
-    Y = _fold(powers, axes, np.add, 0, finish=lambda sums: np.power(sums, sums.dtype.type(1 / p), out=sums))
-    return Y.astype(X.dtype, copy=False)
+    _run(X, Y, axes, partial(Axis.gather, fold=np.add, least=0), finish=divide)
+    return Y
 
 
 def _windows(X: Array, *, kernel_shape: Sequence[int] | None = None, **attributes: Any) -> Windows:
@@ -240,40 +224,43 @@ def _axes(X: Array, windows: Windows, ceil_mode: int) -> list[Axis]:
     return axes
 
 
-def _fold(
-    X: Array,
+def _output(X: Array, axes: Sequence[Axis], dtype: DType) -> Array:
+    output: Array = new_output(None, (*X.shape[:2], *(axis.count for axis in axes)), dtype)
+    return output
+
+
+def _run(
+    given: Array,
+    output: Array,
     axes: Sequence[Axis],
-    fold: np.ufunc,
-    least: float,
+    step: Callable[[Axis, Array, Array, int], object],
     *,
+    start: Callable[[Array], Array] = lambda block: block,
     finish: Callable[[Array], object] = lambda block: None,
     indices: Array | None = None,
-) -> Array:
-    """Return the fold over each window of X, which begins with `least`, after `finish`. Fill `indices`, if given."""
-    counts, dtype, size = [axis.count for axis in axes], compute_dtype(X.dtype), math.prod(X.shape[2:])
-    Y: Array = new_output(None, (*X.shape[:2], *counts), X.dtype)
-    count = math.prod(X.shape[:2])
-    planes, target = row_major(X).reshape(count, *X.shape[2:]), Y.reshape(count, *counts)
-    height = max(1, block_length(X.dtype, 2) // max(1, size, math.prod(counts)))
+) -> None:
+    """Fill `output` with what `step` makes of blocks of `given`, axis by axis, or find maxima and fill `indices`."""
+    sizes, counts, dtype = given.shape[2:], output.shape[2:], compute_dtype(given.dtype)
+    count, size = math.prod(given.shape[:2]), math.prod(sizes)
+    planes, target = row_major(given).reshape(count, *sizes), output.reshape(count, *counts)
+    height = max(1, block_length(given.dtype, 2) // max(1, size, math.prod(counts)))
     kind = INT32 if size <= np.iinfo(INT32).max else INT64
     claim(0 if indices is None else 3 * size * kind.itemsize)
     numbers = np.arange(0 if indices is None else size, dtype=kind)
 
-    def pool(number: int) -> None:
+    def run(number: int) -> None:
         part = slice(number * height, (number + 1) * height)
         block, result = planes[part], target[part]
-        block = block if block.dtype == dtype else widen(block, 0)
-        places = numbers if indices is None else np.broadcast_to(numbers.reshape(X.shape[2:]), block.shape)
+        block = start(block if block.dtype == dtype else widen(block, 0))
+        places = numbers if indices is None else np.broadcast_to(numbers.reshape(sizes), block.shape)
         for depth, axis in reversed([*enumerate(axes, 1)]):
-            shape = (*block.shape[:depth], axis.count, *block.shape[depth + 1 :])
+            shape = (*block.shape[:depth], counts[depth - 1], *block.shape[depth + 1 :])
             is_last = depth == 1 and result.dtype == dtype
-            out = result if is_last else scratch(2 * depth, math.prod(shape), dtype).reshape(shape)
-            out[...] = least
+            out = result if is_last else scratch(depth + 1, math.prod(shape), dtype).reshape(shape)
             if indices is None:
-                axis.gather(block, out, depth, fold)
+                step(axis, block, out, depth)
             else:
-                found = scratch(2 * depth, math.prod(shape), kind).reshape(shape)
-                found[...] = -1
+                found = scratch(depth + 1, math.prod(shape), kind).reshape(shape)
                 axis.find(block, out, depth, places, found)
                 places = found
             block = out
@@ -285,5 +272,4 @@ def _fold(
             np.add(places, first, out=(flat := indices.reshape(target.shape)[part]))
             np.copyto(flat, -1, where=places < 0)
 
-    share_out(pool, -(-count // height))
-    return Y
+    share_out(run, -(-count // height))

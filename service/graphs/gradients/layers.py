@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -46,27 +45,10 @@ def max_pool(dY: Array, Z: Array, shape: tuple[int, ...]) -> Array:
 
 @rule("AveragePool", "GlobalAveragePool")
 def average_pool(tape: Tape, node: Node, dY: str) -> Sequence[str]:
-    return [tape.call(partial(_spread, node.attributes), dY, tape.shape(node.inputs[0]))]
+    def gradient(dY: Array, shape: tuple[int, ...]) -> Array:
+        return average_pool_grad(dY, np.array(shape), **{"kernel_shape": [*shape[2:]], **node.attributes})
 
-
-def _spread(attributes: Mapping[str, Any], dY: Array, shape: tuple[int, ...]) -> Array:
-    return average_pool_grad(dY, np.array(shape), **{"kernel_shape": [*shape[2:]], **attributes})
-
-
-@rule("LpPool", "GlobalLpPool")
-def lp_pool(tape: Tape, node: Node, dY: str) -> Sequence[str]:
-    attributes = {**node.attributes, "count_include_pad": 1}
-    p = attributes.pop("p", 2)
-
-    @rounded_once
-    def gradient(dY: Array, X: Array, Y: Array) -> Array:
-        size = math.prod(attributes.get("kernel_shape", X.shape[2:]))
-        with np.errstate(all="ignore"):
-            each = np.where(Y == 0, 0, dY * Y ** (1 - p) * size).astype(dY.dtype)
-        dX: Array = _spread(attributes, each, X.shape) * np.abs(X) ** (p - 1) * np.sign(X)
-        return dX
-
-    return [tape.call(gradient, dY, node.inputs[0], node.outputs[0])]
+    return [tape.call(gradient, dY, tape.shape(node.inputs[0]))]
 
 
 @rule("Resize")

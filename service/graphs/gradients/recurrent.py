@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from service.graphs.gradients.tape import Tape, rule
-from service.graphs.nodes.recurrent import attributes, turned
+from service.graphs.nodes.recurrent import attributes
 from service.graphs.plan import Node
 from service.kernels.gru import gru_grad
 from service.kernels.lstm import lstm_grad
 from service.kernels.rnn import rnn_grad
 
+KERNELS: dict[str, Callable[..., Any]] = {"LSTM": lstm_grad, "GRU": gru_grad, "RNN": rnn_grad}
+
 
 @rule("LSTM", outputs=5)
-def lstm(tape: Tape, node: Node, dY: str, dY_h: str, dY_c: str, *_: str) -> Sequence[str | None]:
-    X, W, R, _B, SL, H0, C0, P = _all(node, 8)
-    Y, _Y_h, _Y_c, *kept = node.outputs
-    kernel = partial(lstm_grad, **attributes(node), wanted=tape.wanted(node, "dX dW dR dB - dH0 dC0 dP"))
-    function = turned(kernel, node, "x...xxh..hxx.", "x...xx.")
-    given = (X, W, R, SL, H0, C0, Y, *kept, dY, dY_h, dY_c, P)
-    return _around_lengths(tape.call(function, *given, outputs=7))
-
-
 @rule("GRU", outputs=3)
-def gru(tape: Tape, node: Node, dY: str, dY_h: str, *_: str) -> Sequence[str | None]:
-    Y, _Y_h, gates = node.outputs
-    kernel = partial(gru_grad, **attributes(node), wanted=tape.wanted(node, "dX dW dR dB - dH0"))
-    function = turned(kernel, node, "x....xh.hx", "x...x")
-    return _around_lengths(tape.call(function, *_all(node, 6), Y, gates, dY, dY_h, outputs=5))
-
-
 @rule("RNN", outputs=2)
-def rnn(tape: Tape, node: Node, dY: str, dY_h: str) -> Sequence[str | None]:
-    X, W, R, _B, SL, H0 = _all(node, 6)
-    kernel = partial(rnn_grad, **attributes(node), wanted=tape.wanted(node, "dX dW dR dB - dH0"))
-    function = turned(kernel, node, "x...xhhx", "x...x")
-    return _around_lengths(tape.call(function, X, W, R, SL, H0, node.outputs[0], dY, dY_h, outputs=5))
-
-
-def _all(node: Node, count: int) -> list[str]:
-    """Return the node's inputs, "" for those at its end that are left out."""
-    return [*node.inputs, *[""] * (count - len(node.inputs))]
-
-
-def _around_lengths(gradients: Sequence[str]) -> list[str | None]:
-    """Return the gradients of X, W, R and B, none for the lengths of the sequences, and the others."""
-    return [*gradients[:4], None, *gradients[4:]]
+def recurrent(tape: Tape, node: Node, dY: str, dY_h: str, *others: str) -> Sequence[str | None]:
+    X, W, R, B, SL, H0, C0, P = [*node.inputs, *[""] * (8 - len(node.inputs))]
+    Y, _Y_h, *kept = node.outputs
+    given = {
+        "LSTM": (X, W, R, SL, H0, C0, Y, *kept[1:], dY, dY_h, *others[:1], P),
+        "GRU": (X, W, R, B, SL, H0, Y, *kept, dY, dY_h),
+        "RNN": (X, W, R, SL, H0, Y, dY, dY_h),
+    }
+    kernel = partial(KERNELS[node.op], **attributes(node), wanted=tape.wanted(node, "dX dW dR dB - dH0 dC0 dP"))
+    dX, dW, dR, dB, *of_states = tape.call(kernel, *given[node.op], outputs=7 if node.op == "LSTM" else 5)
+    return [dX, dW, dR, dB, None, *of_states]

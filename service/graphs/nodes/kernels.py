@@ -18,22 +18,22 @@ IN_ONNX = ("SoftmaxCrossEntropyLoss", "MaxPoolGrad", "AveragePoolGrad")
 def kernel(node: Node) -> Function:
     """Return a function that runs the node's kernel. Raises `InvalidParameter` for attributes that do not fit."""
     operator = OPERATORS[node.op]
-    attributes = attributes_of(operator, node.op, node.attributes)
+    attributes = attributes_of(node, operator)
     wanted = {one.name for one, name in zip(operator.outputs, node.outputs, strict=False) if name}
     return partial(run, operator, attributes, {"wanted": wanted} if operator.takes_wanted else {})
 
 
-def attributes_of(operator: Operator, op: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a node that runs an `op` by their names in Python, checked against the operator's."""
+def attributes_of(node: Node, operator: Operator) -> dict[str, Any]:
+    """Return the node's attributes by their names in Python, checked against those of the operator."""
     known = {one.name: one for one in operator.attributes}
-    for name, value in given.items():
+    for name, value in node.attributes.items():
         if name not in known:
-            raise InvalidParameter(f"{op} has no attribute {shown(name)}", parameter=name)
+            raise InvalidParameter(f"{node.op} has no attribute {shown(name)}", parameter=name)
         _check(known[name], value)
-    for name in known.keys() - given.keys():
+    for name in known.keys() - node.attributes.keys():
         if known[name].required:
-            raise InvalidParameter(f"{op} needs the attribute {name}", parameter=name)
-    return {known[name].parameter: value for name, value in given.items()}
+            raise InvalidParameter(f"{node.op} needs the attribute {name}", parameter=name)
+    return {known[name].parameter: value for name, value in node.attributes.items()}
 
 
 def run(operator: Operator, attributes: Mapping[str, Any], selection: Mapping[str, Any], *given: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from service.dtypes import Array
-from service.errors import InvalidParameter, shown
+from service.errors import InvalidParameter
 from service.graphs.nodes.kernels import attributes_of
 from service.graphs.nodes.table import Function, maker
 from service.graphs.plan import Node
@@ -18,56 +18,52 @@ from service.kernels.batch_norm import batch_norm_internal
 from service.kernels.conv import conv, conv_transpose
 from service.kernels.losses import negative_log_likelihood_loss_internal
 from service.kernels.normalization import group_normalization, layer_normalization
-from service.kernels.pool import average_pool, lp_pool, max_pool
+from service.kernels.pool import average_pool, max_pool
 from service.kernels.resize import resize
 from service.kernels.softmax import softmax_13
 
 RMS_NORM = partial(layer_normalization, centered=False)
 
-LAYERS: dict[str, tuple[Callable[..., Any], str, dict[str, int]]] = {
-    "Conv": (conv, "ConvGrad", {}),
-    "ConvTranspose": (conv_transpose, "ConvTransposeGrad", {}),
-    "AveragePool": (average_pool, "AveragePoolGrad", {}),
-    "GlobalAveragePool": (average_pool, "MaxPoolGrad", {}),
-    "LpPool": (lp_pool, "MaxPoolGrad", {"p": 2}),
-    "GlobalLpPool": (lp_pool, "MaxPoolGrad", {"p": 2}),
-    "LayerNormalization": (layer_normalization, "LayerNormalizationGrad", {}),
-    "SimplifiedLayerNormalization": (RMS_NORM, "SimplifiedLayerNormalizationGrad", {}),
-    "RMSNormalization": (RMS_NORM, "SimplifiedLayerNormalizationGrad", {}),
-    "Resize": (resize, "ResizeGrad", {}),
-    "Softmax": (softmax_13, "SoftmaxGrad_13", {}),
-    "LogSoftmax": (partial(softmax_13, logarithms=True), "LogSoftmaxGrad_13", {}),
-    "InstanceNormalization": (group_normalization, "BatchNormalizationGrad", {}),
-    "GroupNormalization": (group_normalization, "BatchNormalizationGrad", {"num_groups": 0, "stash_type": 1}),
+LAYERS: dict[str, tuple[Callable[..., Any], str]] = {
+    "Conv": (conv, "ConvGrad"),
+    "ConvTranspose": (conv_transpose, "ConvTransposeGrad"),
+    "AveragePool": (average_pool, "AveragePoolGrad"),
+    "GlobalAveragePool": (average_pool, "MaxPoolGrad"),
+    "LayerNormalization": (layer_normalization, "LayerNormalizationGrad"),
+    "SimplifiedLayerNormalization": (RMS_NORM, "SimplifiedLayerNormalizationGrad"),
+    "RMSNormalization": (RMS_NORM, "SimplifiedLayerNormalizationGrad"),
+    "Resize": (resize, "ResizeGrad"),
+    "Softmax": (softmax_13, "SoftmaxGrad_13"),
+    "LogSoftmax": (partial(softmax_13, logarithms=True), "LogSoftmaxGrad_13"),
+    "InstanceNormalization": (group_normalization, "BatchNormalizationGrad"),
 }
-"""The function of each operator, the operator that has its attributes, and more attributes with their defaults."""
-
-
-def attributes(node: Node, operator: str, others: dict[str, int]) -> dict[str, Any]:
-    """Return the node's attributes: those of the operator, and `others`, natural numbers, with their defaults."""
-    given = {**others, **node.attributes}
-    for name in others:
-        if not isinstance(given[name], int) or given[name] < 1:
-            problem = f"{name} is {shown(given[name])}, but must be an integer of at least 1"
-            raise InvalidParameter(problem, parameter=name)
-    checked = attributes_of(OPERATORS[operator], node.op, {k: v for k, v in given.items() if k not in others})
-    return {**checked, **{name: given[name] for name in others}}
+"""The function of each operator, and the operator that has its attributes."""
 
 
 @maker(*LAYERS)
 def layer(node: Node) -> Function:
-    function, operator, others = LAYERS[node.op]
-    return partial(function, **attributes(node, operator, others))
+    function, operator = LAYERS[node.op]
+    return partial(function, **attributes_of(node, OPERATORS[operator]))
 
 
 @maker("MaxPool", "GlobalMaxPool")
 def max_pool_node(node: Node) -> Function:
-    return partial(max_pool, indices=len(node.outputs) > 1, **attributes(node, "MaxPoolGrad", {}))
+    return partial(max_pool, indices=len(node.outputs) > 1, **attributes_of(node, OPERATORS["MaxPoolGrad"]))
+
+
+@maker("GroupNormalization")
+def group_normalization_node(node: Node) -> Function:
+    """The node's `stash_type` changes nothing."""
+    groups = node.attributes.get("num_groups", 0)
+    if groups < 1:
+        problem = f"num_groups is {groups}, but must be an integer of at least 1"
+        raise InvalidParameter(problem, parameter="num_groups")
+    return partial(group_normalization, num_groups=groups, epsilon=node.attributes.get("epsilon", 1e-5))
 
 
 @maker("BatchNormalization")
 def batch_normalization(node: Node) -> Function:
-    given = attributes(node, "BatchNormInternal", {})
+    given = attributes_of(node, OPERATORS["BatchNormInternal"])
     return partial(batch_norm_internal, **{**given, "training_mode": int(is_training(node))})
 
 
@@ -79,11 +75,11 @@ def is_training(node: Node) -> bool:
 
 @maker("NegativeLogLikelihoodLoss")
 def negative_log_likelihood_loss(node: Node) -> Function:
-    given = attributes(node, "SoftmaxCrossEntropyLoss", {})
+    given = attributes_of(node, OPERATORS["SoftmaxCrossEntropyLoss"])
     ignored = given.pop("ignore_index", None)
+    index = None if ignored is None else np.array(ignored)
 
     def loss(scores: Array, target: Array, weight: Array | None = None) -> Array:
-        index = None if ignored is None else np.array(ignored)
         return negative_log_likelihood_loss_internal(scores, target, weight, index, **given)
 
     return loss

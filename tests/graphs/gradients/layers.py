@@ -103,8 +103,6 @@ layer(
 )
 layer("GlobalAveragePool", lambda X: X.mean((2, 3), keepdim=True), numbers(2, 3, 4, 5))
 layer("GlobalMaxPool", lambda X: X.amax((2, 3), keepdim=True), different(2, 3, 4, 5))
-layer("GlobalLpPool", lambda X: (X.abs() ** 3).sum((2, 3), keepdim=True) ** (1 / 3), numbers(2, 3, 4, 5), p=3)
-layer("LpPool", lambda X: (F.avg_pool2d(X * X, 2) * 4) ** 0.5, numbers(2, 3, 4, 4), kernel_shape=[2, 2], strides=[2, 2])
 
 
 def batch_norm(training: bool) -> Callable[..., Tensor]:

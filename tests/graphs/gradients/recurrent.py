@@ -41,11 +41,9 @@ def rnn(x: Tensor, h: Tensor, c: Tensor, of_h: Callable[[Tensor], Tensor], _: Gi
     return f(x + of_h(h)), c
 
 
-def through_time(cell: Any, direction: str, layout: int, *given: Any) -> tuple[Tensor, ...]:
+def through_time(cell: Any, direction: str, *given: Any) -> tuple[Tensor, ...]:
     """Return Y, Y_h and Y_c."""
     X, W, R, B, SL, H0, C0, P = [*given, None, None, None, None, None][:8]
-    if layout:
-        X, H0, C0 = (None if one is None else one.swapaxes(0, 1) for one in (X, H0, C0))
     lengths = torch.full((N,), S) if SL is None else SL
     outputs, last_h, last_c = [], [], []
     for d, back in enumerate(DIRECTIONS[direction]):
@@ -63,8 +61,7 @@ def through_time(cell: Any, direction: str, layout: int, *given: Any) -> tuple[T
         outputs.append(torch.stack([history[t] for t in range(S)]))
         last_h.append(h)
         last_c.append(c)
-    Y, Y_h, Y_c = torch.stack(outputs, 1), torch.stack(last_h), torch.stack(last_c)
-    return (Y.permute(2, 0, 1, 3), Y_h.swapaxes(0, 1), Y_c.swapaxes(0, 1)) if layout else (Y, Y_h, Y_c)
+    return torch.stack(outputs, 1), torch.stack(last_h), torch.stack(last_c)
 
 
 RECURRENT: dict[str, Question] = {}
@@ -77,31 +74,28 @@ def recurrent(
     inputs: str = "BSHCP",
     reads: tuple[int, ...] = (0, 1, 2),
     direction: str = "forward",
-    layout: int = 0,
     **attributes: Any,
 ) -> None:
     """Add a question. `inputs` are the optional ones that it has: biases, lengths, states and peepholes."""
     op, D = case.split()[0], len(DIRECTIONS[direction])
     numbers: Callable[..., Array] = lambda *shape: RANDOM.normal(size=shape)  # noqa: E731
-    state = (N, D, H) if layout else (D, N, H)
-    X = numbers(*((N, S, I) if layout else (S, N, I)))
     optional = {
         "B": numbers(D, 2 * gates * H),
         "S": np.array([4, 1, 2], np.int32),
-        "H": numbers(*state),
-        "C": numbers(*state),
+        "H": numbers(D, N, H),
+        "C": numbers(D, N, H),
         "P": numbers(D, 3 * H),
     }
-    given: list[Array | None] = [X, numbers(D, gates * H, I), numbers(D, gates * H, H)]
+    given: list[Array | None] = [numbers(S, N, I), numbers(D, gates * H, I), numbers(D, gates * H, H)]
     given += [optional[one] if one in inputs else None for one in ("BSHCP" if op == "LSTM" else "BSH")]
     outputs = 3 if op == "LSTM" else 2
     reads = tuple(one for one in reads if one < outputs)
 
     def function(*tensors: Given) -> tuple[Tensor, ...]:
-        results = through_time(cell, direction, layout, *tensors)
+        results = through_time(cell, direction, *tensors)
         return tuple(results[k] for k in reads)
 
-    more = {"direction": direction, "layout": layout, "hidden_size": H}
+    more = {"direction": direction, "hidden_size": H}
     RECURRENT[case] = Question(op, function, tuple(given), attributes | more, reads=reads, outputs=outputs)
 
 
@@ -111,8 +105,7 @@ for _direction in DIRECTIONS:
     recurrent(f"RNN {_direction}", rnn, 1, direction=_direction)
 recurrent("LSTM of the last state", lstm, 4, "B", (1,))
 recurrent("LSTM of all states", lstm, 4, "", (0,), "bidirectional")
-recurrent("LSTM by sequences", lstm, 4, direction="bidirectional", layout=1)
 recurrent("GRU linear before reset", partial(gru, reset=True), 3, linear_before_reset=1)
-recurrent("GRU by sequences", partial(gru, reset=True), 3, "BS", (0,), layout=1, linear_before_reset=1)
+recurrent("GRU of all states", partial(gru, reset=True), 3, "BS", (0,), linear_before_reset=1)
 recurrent("RNN of relu", partial(rnn, f=torch.relu), 1, "B", (1,), "bidirectional", activations=["Relu", "relu"])
-recurrent("RNN by sequences", rnn, 1, "H", layout=1)
+recurrent("RNN without biases", rnn, 1, "H")
