@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,55 +15,24 @@ from gradserve_client import Client
 
 from tests.api.models import linear
 from tests.clients.graph_worker import MICRO_BATCHES, RATE, WORKERS, batch
-from tests.faults.servers import LONG, PATIENCE, Server
-from tests.zygote import ROOT
+from tests.clients.killed import Workers, until
+from tests.faults.servers import LONG, Server
 
 STEPS, KILLS = (200, 10) if LONG else (20, 4)
 
 
-class Workers:
-    """The processes of a run."""
-
-    def __init__(self, url: str, folder: Path) -> None:
-        self._url, self._folder = url, folder
-        self.processes = [self.started(rank) for rank in range(WORKERS)]
-
-    def started(self, rank: int) -> subprocess.Popen[bytes]:
-        arguments = [self._url, str(rank), str(STEPS), str(self._folder / f"rank{rank}")]
-        return subprocess.Popen([sys.executable, "-m", "tests.clients.graph_worker", *arguments], cwd=ROOT)
-
-    def kill(self, rank: int) -> None:
-        """Kill a worker, and start the same command again."""
-        self.processes[rank].kill()
-        self.processes[rank].wait()
-        self.processes[rank] = self.started(rank)
-
-    def lines(self) -> Iterator[list[str]]:
-        """Yield what the workers have written, without the last line of one that was killed meanwhile."""
-        for rank in range(WORKERS):
-            path = self._folder / f"rank{rank}"
-            text = path.read_text() if path.exists() else ""
-            for line in text.splitlines(keepends=True):
-                if line.endswith("\n"):
-                    yield [f"{rank} {line.split()[0]}", *line.split()[1:]]
-
-    def reach(self, step: int) -> None:
-        """Wait until a worker is in this step."""
-        end = time.monotonic() + PATIENCE
-        while not any(f" {step}/" in line[0] for line in self.lines()):
-            assert time.monotonic() < end
-            time.sleep(0.005)
+def lines(folder: Path) -> Iterator[list[str]]:
+    """Yield what the workers have written, without the last line of one that was killed meanwhile."""
+    for rank in range(WORKERS):
+        path = folder / f"rank{rank}"
+        for line in (path.read_text() if path.exists() else "").splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield [f"{rank} {line.split()[0]}", *line.split()[1:]]
 
 
-@contextmanager
-def working(url: str, folder: Path) -> Iterator[Workers]:
-    workers = Workers(url, folder)
-    try:
-        yield workers
-    finally:
-        for process in workers.processes:
-            process.kill()
-            process.wait()
+def is_in(folder: Path, step: int) -> bool:
+    """Whether a worker is in this step."""
+    return any(f" {step}/" in line[0] for line in lines(folder))
 
 
 @pytest.mark.processes
@@ -73,15 +40,16 @@ def test_killed_workers_and_a_killed_server_make_each_step_once(tmp_path: Path) 
     chance = random.Random(0)
     with Server(tmp_path / "store") as server, Client(server.url) as client:
         client.graphs.put("lin", linear(), loss="MSELoss")
-        with working(server.url, tmp_path) as workers:
+        arguments = [[server.url, str(rank), str(STEPS), str(tmp_path / f"rank{rank}")] for rank in range(WORKERS)]
+        with Workers("tests.clients.graph_worker", arguments) as workers:
             for number in range(KILLS):
-                workers.reach((number + 1) * STEPS // (KILLS + 1))
+                until(partial(is_in, tmp_path, (number + 1) * STEPS // (KILLS + 1)))
                 time.sleep(chance.uniform(0, 0.02))
                 workers.kill(chance.randrange(WORKERS))
                 if number % 3 == 1:
                     server.restart()
-            assert [process.wait(PATIENCE) for process in workers.processes] == [0] * WORKERS
-            check_losses(workers)
+            assert workers.end() == [0] * WORKERS
+        check_losses(tmp_path)
         infos = {one.name: one for one in client.buffers.list("killed.")}
         versions = {kind: {infos[f"killed.{kind}.{name}"].version for name in "wb"} for kind in "pmv"}
         assert versions == {"p": {STEPS + 1}, "m": {STEPS}, "v": {STEPS}}  # the first version has the weights
@@ -97,17 +65,17 @@ def test_killed_workers_and_a_killed_server_make_each_step_once(tmp_path: Path) 
             np.testing.assert_allclose(killed[name], value, rtol=1e-5)
 
 
-def check_losses(workers: Workers) -> None:
+def check_losses(folder: Path) -> None:
     """Check that a repeated micro-batch has the same loss, and that a step has all of them and is done once.
 
     A worker that is killed between an answer and its line leaves none.
     """
     seen = defaultdict[str, list[list[str]]](list)
-    for place, *found in workers.lines():
+    for place, *found in lines(folder):
         seen[place if "/" in place else place.partition(" ")[2]].append(found)
-    for place, lines in seen.items():
-        assert len({found[0] for found in lines}) == 1, place
+    for place, some in seen.items():
+        assert len({found[0] for found in some}) == 1, place
         if "/" not in place:
-            assert {found[1] for found in lines} == {str(WORKERS * MICRO_BATCHES)}, place
-            assert [found[2] for found in lines].count("False") <= 1, place
+            assert {found[1] for found in some} == {str(WORKERS * MICRO_BATCHES)}, place
+            assert [found[2] for found in some].count("False") <= 1, place
     assert [*map(str, range(STEPS))] == sorted((place for place in seen if "/" not in place), key=int)

@@ -133,6 +133,40 @@ def test_other_micro_batches_than_before_are_refused(server: Any) -> None:
             model.forward_backward(batch(0, 0, number))
 
 
+@pytest.mark.parametrize("worker", [None, "rank0"])
+def test_gradients_are_clipped_to_a_norm(server: Any, worker: str | None) -> None:
+    model = server.graphs["lin"].join("exp1", worker=worker)
+    before = {name: value.copy() for name, value in model.parameters().items()}
+    model.forward_backward(batch(0, 0))
+    model.optim_step(SGD, lr=1, max_norm=0.25)
+    change = [value - before[name] for name, value in model.parameters().items()]
+    assert np.sqrt(sum((one**2).sum() for one in change)) == pytest.approx(0.25, rel=1e-5)
+    model.forward_backward(batch(1, 0))
+    model.optim_step(SGD, lr=0.1, max_norm=1e9)
+    model.forward_backward(batch(2, 0))
+    assert model.optim_step(SGD, lr=0.1).step == 2
+
+
+def test_a_run_that_exists_keeps_its_rules(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    server.graphs["lin"].join("exp1", quorum=2).start()
+    assert not caplog.messages
+    other = server.graphs["lin"].join("exp1", quorum=3)
+    other.start()
+    assert "quorum is 2, not 3" in caplog.text
+    assert [other.forward_backward(batch(0, 0, number)).closed for number in range(2)] == [False, True]
+    assert other.optim_step(SGD, lr=0.1).closed_by == "quorum"
+
+
+def test_a_trained_model_runs_with_its_parameters(server: Any) -> None:
+    model = server.graphs["lin"]
+    inputs = {"x": [[1, 1]], "parameters": {"w": [[0], [0]], "b": [1]}}
+    assert model.run({"x": [[1, 1]]}, outputs=["y"])["y"] == 6
+    model.start({"w": [[0], [0]], "b": [5]})
+    assert model.run({"x": [[1, 1]]}, outputs=["y"])["y"] == 5
+    assert model.run(inputs, outputs=["y"])["y"] == 1
+    assert server.graphs["lin"].run({"x": [[1, 1]]}, outputs=["y"])["y"] == 6
+
+
 def test_a_checkpoint_has_the_state_of_the_optimizer(server: Any, tmp_path: Path) -> None:
     model, file = server.graphs["lin"], tmp_path / "lin.safetensors"
     for step in range(3):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from gradserve_client._http.runner import Runner
-from gradserve_client._runs import training
+from gradserve_client._runs import checkpoint, training
 from gradserve_client._runs.names import checked_prefix
 from gradserve_client._wire import files, graphs
 from gradserve_client._wire.arguments import as_contributor, as_name
@@ -107,14 +107,15 @@ class Model:
     ) -> dict[str, Array]:
         """Run the graph, and return its outputs by name, or some of them.
 
-        Parameters that `tensors` does not have are the model's own. A buffer may be in the place of a tensor:
-        `{"parameters": server.buffers["exp1.p.*"]}`.
+        Without `parameters` in `tensors`, they are those of the run once it has started, else the model's own. Other
+        buffers take their place, too: `{"parameters": server.buffers["exp1.p.*"]}`.
 
         >>> server.graphs["linear"].run({"x": [[1, 2]]}, outputs=["y"])
         {'y': array([[9.]], dtype=float32)}
         """
         info = self._info or self.info()
-        return self._runner.run(graphs.run(info, tensors, outputs, seed))
+        given = {} if self._run is None else self._run.sources(tensors)
+        return self._runner.run(graphs.run(info, {**tensors, **given}, outputs, seed))
 
     def start(self, weights: Mapping[str, TensorLike] | str | Path | None = None) -> int:
         """Begin the run with these weights, or join it, and return the number of steps that are done.
@@ -131,7 +132,9 @@ class Model:
         info = self._info or self.info()
         training.check_trains(info)
         found = {one.name: one for one in self._buffers.list(self._prefix)}
-        if not training.is_started(self._prefix, info, found):
+        if training.is_started(self._prefix, info, found):
+            training.follow(self._prefix, self._rules, found)
+        else:
             self._begin(info, files.read_all(Path(weights)) if isinstance(weights, str | Path) else weights)
             found = {one.name: one for one in self._buffers.list(self._prefix)}
         names = [name for name in found if name == f"{self._prefix}::first"]
@@ -142,7 +145,7 @@ class Model:
 
     def _begin(self, info: GraphInfo, weights: Mapping[str, TensorLike] | None) -> None:
         """Create the buffers of the run, and write the weights."""
-        given = {} if weights is None else training.in_buffers(self._prefix, info, weights)
+        given = {} if weights is None else checkpoint.in_buffers(self._prefix, info, weights)
         specs = {name: BufferSpec(shape=array.shape, dtype=array.dtype) for name, array in given.items()}
         specs |= training.summed(self._prefix, info, self._rules)
         made = self._buffers.create_many(specs)
@@ -186,11 +189,14 @@ class Model:
         self._number += 1
         return batch
 
-    def optim_step(self, optimizer: str = "AdamWOptimizer", *, lr: float, **attributes: Any) -> Step:
+    def optim_step(
+        self, optimizer: str = "AdamWOptimizer", *, lr: float, max_norm: float | None = None, **attributes: Any
+    ) -> Step:
         """Let the optimizer take the step, with the mean of its gradients, once for all workers that ask for it.
 
         `optimizer` is AdamWOptimizer or SGDOptimizerV2, and `attributes` are those of the operator. All workers give
-        the same. Waits for the quorum, or closes the epoch where nothing else does.
+        the same. With `max_norm`, gradients of a larger norm are scaled to it. Waits for the quorum, or closes the
+        epoch where nothing else does.
 
         Raises `EpochOpen` after `timeout` seconds, `KeyReused` if another worker gave other arguments, and
         `NothingToAverage` if the weights sum to zero.
@@ -206,9 +212,9 @@ class Model:
             self._kept |= missing.keys()
         ended = self._ended(run)
         try:
-            if run.info.statistics:
-                self._runner.run(run.statistics(epoch))
-            results = self._runner.run(run.optimizer_step(optimizer, epoch, lr, attributes))
+            for call in run.before_step(epoch, max_norm):
+                self._runner.run(call)
+            results = self._runner.run(run.optimizer_step(optimizer, epoch, lr, max_norm is not None, attributes))
         except EpochGone:  # others have done this step so long ago that the server does not know its key
             self.start()
             if self._epoch <= epoch:
@@ -242,7 +248,7 @@ class Model:
         run = self._joined()
         found = self._buffers.list(self._prefix)
         with files.writing(Path(path)) as write:
-            step, tensors = run.checkpoint(self._runner.run(run.values(training.kept(self._prefix, found))))
+            step, tensors = run.checkpoint(self._runner.run(run.values(checkpoint.kept(self._prefix, found))))
             write(tensors)
         return step
 

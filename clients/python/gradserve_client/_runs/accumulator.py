@@ -17,6 +17,7 @@ from gradserve_client._runs.model import Model, State
 from gradserve_client._runs.names import checked_prefix, new_run, register_name
 from gradserve_client._runs.pushes import Pushes
 from gradserve_client._runs.register import FirstWorker, fitting
+from gradserve_client._runs.rules import FOLLOWS
 from gradserve_client._runs.summed import Summed
 from gradserve_client._runs.sums import Sums
 from gradserve_client._wire.arguments import check_choice
@@ -131,8 +132,7 @@ class Accumulator(Generic[M, D]):
             if self._first.has(rules := self._sums.rules()):
                 raise explained(error, f"All workers of a run give the same; {new_run(self._prefix)}") from None
             if differing := self._sums.follow(rules):
-                text = "The rules of %r have changed since its first worker gave them, and this worker follows: %s"
-                logger.warning(text, self._prefix, ", ".join(differing))
+                logger.warning(FOLLOWS, self._prefix, ", ".join(differing))
             self._sums.open(places)
 
     @abstractmethod

@@ -11,6 +11,9 @@ from gradserve_client.models import BufferRules
 _DEFAULTS = {"min_count": 1, "per_contributor": 1}
 """The rules of a buffer that is created without any: the others are None."""
 
+FOLLOWS = "The rules of %r have changed since its first worker gave them, and this worker follows: %s"
+"""What the log says of a worker that gives other rules."""
+
 
 def canonical(rules: Mapping[str, Any]) -> dict[str, Any]:
     """Return all rules that `set_rules` can change, of these or by default."""

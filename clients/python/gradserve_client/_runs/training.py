@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from gradserve_client._http.log import logger
 from gradserve_client._http.outcomes import Answer
 from gradserve_client._http.policy import Call
+from gradserve_client._runs.rules import FOLLOWS, canonical
 from gradserve_client._wire import answers, bulk, calls, graphs
 from gradserve_client._wire.arguments import check_choice
-from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, as_array, decode
-from gradserve_client.errors import InvalidInput, mistaken
+from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, decode
+from gradserve_client.errors import InvalidInput
 from gradserve_client.graph_models import GraphInfo, GraphTensor, MicroBatch, Step
 from gradserve_client.models import BufferInfo, BufferName, BufferSpec, Receipt
 
@@ -66,10 +68,8 @@ class Run:
         self, tensors: Mapping[str, TensorLike], epoch: int, number: int, weight: float, outputs: Sequence[str]
     ) -> Call[MicroBatch]:
         """Compute the loss and the gradients of a micro-batch, and add them to the sums of its epoch."""
-        sources, into = ["parameters"], {"gradients": "g.*", "loss": "loss"}
-        if self.info.statistics:
-            sources, into = [*sources, "statistics"], {**into, "statistics": "t.*"}
-        inputs = {**calls.flat(tensors, graphs.GROUPS), **{one: self._group(one) for one in sources}}
+        into = {"gradients": "g.*", "loss": "loss", **({"statistics": "t.*"} if self.info.statistics else {})}
+        inputs = {**calls.flat(tensors, graphs.GROUPS), **self.sources({})}
 
         def read(answer: Answer) -> MicroBatch:
             values, metadata = decode(answer.body)
@@ -109,21 +109,34 @@ class Run:
             step = self.first + receipt["version"] - 1 if letter == "p" else step
         return step, {**tensors, "::step": np.array(step, np.int64)}
 
-    def statistics(self, epoch: int) -> Call[Any]:
-        """Write the mean of the micro-batches' statistics over those of the run."""
+    def sources(self, tensors: Mapping[str, Any]) -> dict[str, BufferName]:
+        """Return the buffers of the parameters and statistics, of those groups that `tensors` does not have."""
+        given = {name.partition(".")[0] for name in tensors}
+        return {one: self._group(one) for one in graphs.GROUPS if one not in given and getattr(self.info, one)}
+
+    def before_step(self, epoch: int, max_norm: float | None) -> list[Call[Any]]:
+        """Return the requests that keep the mean of the statistics of an epoch, and its clipped gradients."""
+        statistics = [self._clipped(epoch, "t", "s", NO_CLIP)] if self.info.statistics else []
+        return statistics + ([] if max_norm is None else [self._clipped(epoch, "g", "c", max_norm)])
+
+    def _clipped(self, epoch: int, source: str, target: str, max_norm: float) -> Call[Any]:
+        """Write the means of an epoch over other buffers."""
         return self._step(
             "InplaceClipGradNorm",
-            {"gradients": BufferName(f"{self.prefix}t.*@{epoch}")},
-            {"max_norm": NO_CLIP},
+            {"gradients": BufferName(f"{self.prefix}{source}.*@{epoch}")},
+            {"max_norm": max_norm},
             outputs=["total_norm"],
-            set={"clipped_gradients": f"{self.prefix}s.*"},
-            idempotency_key=self.key("statistics", epoch),
+            set={"clipped_gradients": f"{self.prefix}{target}.*"},
+            idempotency_key=self.key(target, epoch),
         )
 
-    def optimizer_step(self, optimizer: str, epoch: int, lr: float, attributes: Mapping[str, Any]) -> Call[Any]:
+    def optimizer_step(
+        self, optimizer: str, epoch: int, lr: float, is_clipped: bool, attributes: Mapping[str, Any]
+    ) -> Call[Any]:
         """Let the optimizer take the step of an epoch."""
         moments = OPTIMIZERS[optimizer]
-        sources = {"weights": self._group("parameters"), "gradients": BufferName(f"{self.prefix}g.*@{epoch}")}
+        gradients = BufferName(self.prefix + ("c.*" if is_clipped else f"g.*@{epoch}"))
+        sources = {"weights": self._group("parameters"), "gradients": gradients}
         written = {"weights": "parameters", **{name: name for name in moments}}
         inputs = {"lr": np.float64(lr), **sources, **{name: self._group(name) for name in moments}}
         if moments:
@@ -132,6 +145,7 @@ class Run:
             optimizer,
             inputs,
             attributes,
+            is_closed=not is_clipped,
             outputs=["updated_flag" if moments else "update_completed"],
             set={f"updated_{output}": self._group(group).name for output, group in written.items()},
             idempotency_key=self.key("step", epoch),
@@ -143,8 +157,11 @@ class Run:
         groups = {group: self.info.parameters for group in OPTIMIZERS[optimizer]}
         return {buffer: spec for group, some in groups.items() for buffer, spec in state(self.prefix, group, some)}
 
-    def _step(self, op: str, inputs: Any, attributes: Mapping[str, Any], **more: Any) -> Call[Any]:
-        return calls.run(op, inputs, attributes, reduce="mean", timeout=CLOSED_WAIT_SECONDS, **more)
+    def _step(
+        self, op: str, inputs: Any, attributes: Mapping[str, Any], *, is_closed: bool = True, **more: Any
+    ) -> Call[Any]:
+        closed: Any = {"reduce": "mean", "timeout": CLOSED_WAIT_SECONDS} if is_closed else {}
+        return calls.run(op, inputs, attributes, **closed, **more)
 
     def _group(self, name: str) -> BufferName:
         return BufferName(f"{self.prefix}{STATE[name]}.*")
@@ -195,33 +212,6 @@ def check_trains(info: GraphInfo) -> None:
         raise InvalidInput(f"The graph {info.name!r} gives no gradients: upload it with loss=, as put(..., loss='...')")
 
 
-def in_buffers(prefix: str, info: GraphInfo, tensors: Mapping[str, TensorLike]) -> dict[str, Array]:
-    """Return weights, or the tensors of a checkpoint, by the names of their buffers. Raises `InvalidInput`."""
-    given = {name if name.startswith("::") else f"::parameters.{name}": value for name, value in tensors.items()}
-    arrays = {}
-    for name, value in given.items():
-        group, _, member = name.removeprefix("::").partition(".")
-        if group not in (*STATE, "step"):
-            raise mistaken("weights", f"has {name!r}, but a checkpoint has only ::step and ::{'.*, ::'.join(STATE)}.*")
-        if group == "step":
-            arrays[f"{prefix}::first"] = as_array(value, name).astype(np.float64)
-        else:
-            arrays[f"{prefix}{STATE[group]}.{member}"] = as_array(value, name)
-    for group in ("parameters", "statistics"):
-        known = {name for name, _ in state(prefix, group, getattr(info, group))}
-        there = {name for name in arrays if name.startswith(f"{prefix}{STATE[group]}.")}
-        if group == "parameters" or there:
-            _check_names(group, prefix, known, there)
-    return arrays
-
-
-def _check_names(group: str, prefix: str, known: set[str], given: set[str]) -> None:
-    for names, fault in ((known - given, "lacks"), (given - known, "has")):
-        if names:
-            one = min(names).removeprefix(f"{prefix}{STATE[group]}.")
-            raise mistaken("weights", f"{fault} {one!r}, but must have the {group} of the graph, all of them")
-
-
 def own_groups(prefix: str, info: GraphInfo, given: Mapping[str, Array]) -> dict[str, str]:
     """Return the buffers of the groups whose values are the model's own."""
     prefixes = {group: f"{prefix}{STATE[group]}." for group in graphs.GROUPS if getattr(info, group)}
@@ -233,6 +223,14 @@ def own_groups(prefix: str, info: GraphInfo, given: Mapping[str, Array]) -> dict
 def no_weights(info: GraphInfo) -> InvalidInput:
     """Return the error of a run that begins without weights."""
     return InvalidInput(f"The model {info.name!r} has no weights of its own for all parameters: give start(weights)")
+
+
+def follow(prefix: str, rules: Mapping[str, Any], found: Mapping[str, BufferInfo]) -> None:
+    """Warn in the log if the run has other rules than this worker gives."""
+    given = canonical(rules)
+    its = canonical(asdict(found[f"{prefix}loss"]))
+    if differing := [f"{name} is {its[name]}, not {given[name]}" for name in given if its[name] != given[name]]:
+        logger.warning(FOLLOWS, prefix, ", ".join(differing))
 
 
 def epochs_done(prefix: str, info: GraphInfo, found: Mapping[str, BufferInfo]) -> int:
@@ -268,10 +266,3 @@ def step_of(step: int, results: Mapping[str, Array | Receipt], ended: Values | N
     ((loss, receipt),) = ended.values()
     names = ("count", "weight", "contributors", "closed_by")
     return Step(step=step, replayed=replayed, loss=float(loss), **{name: receipt.get(name) for name in names})
-
-
-def kept(prefix: str, found: Sequence[BufferInfo]) -> list[str]:
-    """Return the names, without the prefix, of the buffers that a run keeps from step to step."""
-    starts = tuple(f"{letter}." for letter in STATE.values())
-    names = [one.name.removeprefix(prefix) for one in found]
-    return [name for name in names if name.startswith(starts)]
