@@ -19,7 +19,6 @@ OTHER = {
     "test_averagepool_3d_dilations_large_count_include_pad_is_1_ceil_mode_is_True": "as ONNX Runtime",
     "test_bernoulli": "random",
     "test_convtranspose_output_shape": "refused, as an output beyond the whole one has no gradient in PyTorch",
-    "test_gridsample_volumetric": "refused, as images have two axes",
     "test_resize_downsample_scales_cubic_align_corners": "as ONNX Runtime",
     "test_resize_downsample_scales_linear_align_corners": "as ONNX Runtime",
     "test_training_dropout_": "random",

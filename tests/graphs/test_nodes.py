@@ -173,7 +173,6 @@ QUESTIONS: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("TopK", [CUBE, ints(2)], {"outputs": 2, "largest": 0, "axis": 1}),
     ("CumSum", [CUBE, np.array(-1)], {"exclusive": 1, "reverse": 1}),
     ("CumSum", [CUBE, np.array(0)], {}),
-    ("Compress", [CUBE, np.array([True, False])], {"axis": 1}),
     ("NonZero", [np.array([[1, 0], [2, 3]])], {}),
     ("MatMul", [CUBE, CUBE.transpose(0, 2, 1)], {}),
     ("Gemm", [FLOATS, FLOATS, FLOATS[:, 0]], {"transB": 1, "alpha": 0.5, "beta": 2.0}),

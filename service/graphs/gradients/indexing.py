@@ -8,8 +8,7 @@ from functools import partial
 import numpy as np
 
 from service.dtypes import INT64, Array
-from service.graphs.gradients.tape import Tape, gradient_of, gradients, rule
-from service.graphs.nodes.indexing import reversed_sequences
+from service.graphs.gradients.tape import Tape, gradient_of, rule
 from service.graphs.plan import Node
 from service.kernels.gather import gather_grad
 from service.kernels.indexing import gather_elements_grad, gather_nd_grad, slice_grad
@@ -41,11 +40,6 @@ def _top_k(dY: Array, shape: Shape, Z: Array, *, axis: int = -1) -> Array:
 def _slice(dY: Array, shape: Shape, B: Array, C: Array, D: Array | None, E: Array | None) -> Array:
     return slice_grad(dY, np.array(shape, INT64), B, C, D, E)
 
-
-gradients(
-    "ReverseSequence",
-    lambda dY, B, *, time_axis=0, batch_axis=1: reversed_sequences(dY, B, time_axis=time_axis, batch_axis=batch_axis),
-)
 
 Place = Callable[[Array], tuple[Array, ...]]
 """A function of the indices. It returns NumPy's index of the elements that they choose."""

@@ -120,11 +120,3 @@ def _to_space(dY: Array, *, blocksize: int) -> Array:
 def _trilu(dY: Array, B: Array | None, *, upper: int = 1) -> Array:
     diagonal = 0 if B is None else min(max(int(B.item()), -dY.shape[-2]), dY.shape[-1])
     return (np.triu if upper else np.tril)(dY, diagonal)
-
-
-@gradient_of("Compress")
-def _decompressed(dY: Array, shape: Shape, B: Array, *, axis: int | None = None) -> Array:
-    dX = np.zeros(shape, dY.dtype)
-    target = dX.reshape(-1) if axis is None else np.moveaxis(dX, axis, 0)
-    target[np.flatnonzero(B)] = dY if axis is None else np.moveaxis(dY, axis, 0)
-    return dX

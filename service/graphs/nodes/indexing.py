@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from service.dtypes import FLOAT64, INT64, Array
-from service.errors import InvalidTensor, ShapeMismatch, shown
+from service.errors import InvalidTensor, ShapeMismatch
 from service.graphs.nodes.shapes import axes_of, contiguous, new
 from service.graphs.nodes.table import Function, maker
 from service.graphs.plan import Node
@@ -122,25 +121,6 @@ def _scatter_nd(node: Node) -> Function:
     return scatter
 
 
-@maker("ReverseSequence")
-def _reverse_sequence(node: Node) -> Function:
-    return partial(reversed_sequences, **node.attributes)
-
-
-def reversed_sequences(data: Array, lengths: Array, *, time_axis: int = 0, batch_axis: int = 1) -> Array:
-    """Return sequences whose first elements, as many as their length, are in the opposite order."""
-    axes = axes_of([time_axis, batch_axis], data.ndim)
-    moved = np.moveaxis(data, axes, (0, 1))
-    times = len(moved)
-    if lengths.shape != moved.shape[1:2] or lengths.min(initial=0) < 0 or lengths.max(initial=0) > times:
-        problem = f"sequence_lens is {shown(lengths.tolist())}, but must have {moved.shape[1]} numbers up to {times}"
-        raise InvalidTensor(problem)
-    claim(2 * data.nbytes + 24 * times * lengths.size)
-    number = np.arange(times)[:, None]
-    places = np.where(number < lengths, lengths - 1 - number, number)
-    return contiguous(np.moveaxis(moved[places, np.arange(lengths.size)], (0, 1), axes))
-
-
 @maker("OneHot")
 def _one_hot(node: Node) -> Function:
     axis = node.attributes.get("axis", -1)
@@ -207,17 +187,6 @@ def _cumulate(node: Node) -> Function:
         return np.ascontiguousarray(np.flip(total, at) if is_reversed else total).astype(data.dtype)
 
     return cumulate
-
-
-@maker("Compress")
-def _compress(node: Node) -> Function:
-    axis = node.attributes.get("axis")
-
-    def compress(data: Array, condition: Array) -> Array:
-        claim(data.nbytes)
-        return np.compress(condition, data, axis)
-
-    return compress
 
 
 @maker("NonZero")

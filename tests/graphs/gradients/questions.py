@@ -281,16 +281,6 @@ ask("Trilu", torch.triu, numbers(3, 4))
 ask("Trilu", lambda x, k: x * 0, X, np.array(2**62), case="far beyond")
 ask("SpaceToDepth", lambda x: x.reshape(0, 8, 2, 3), numbers(0, 2, 4, 6), blocksize=2, case="of nothing")
 ask("Trilu", lambda x, k: torch.tril(x, 1), numbers(2, 3, 3), np.array(1), upper=0, case="lower")
-ask("Compress", lambda x, c: x[:, [0, 2]], X, np.array([True, False, True]), axis=1)
-ask("Compress", lambda x, c: x.reshape(-1)[[1, 2]], X, np.array([False, True, True]), case="of all")
-
-ask(
-    "ReverseSequence",
-    lambda x, n: torch.stack([x[:, 0].flip(0), torch.cat([x[:2, 1].flip(0), x[2:, 1]])], 1),
-    numbers(3, 2, 2),
-    ints(3, 2),
-)
-ask("ReverseSequence", lambda x, n: x.flip(1), X, ints(3, 3), time_axis=1, batch_axis=0, case="of rows")
 ask("Gather", lambda x, i: x[i], numbers(4, 3), np.array([[0, 2], [-1, 0]]))
 ask("Gather", lambda x, i: x[:, 1], CUBE, np.array(1), axis=1, case="of one")
 ask("GatherElements", lambda x, i: x.gather(1, i % 3), X, np.array([[0, 0], [-1, 2]]), axis=1)
@@ -420,29 +410,3 @@ ask(
     *(numbers(2, 3, 8), numbers(2, 5, 4), numbers(2, 5, 6)),
     **{"q_num_heads": 4, "kv_num_heads": 2, "case": "of three dimensions", **OPSET_23},
 )
-
-PLACES = numbers(2, 3, 3, 2, low=-1.75, high=1.75)
-for _mode in ("bilinear", "nearest"):
-    for _padding in ("zeros", "border", "reflection"):
-        for _align in (False, True):
-            ask(
-                "GridSample",
-                partial(F.grid_sample, mode=_mode, padding_mode=_padding, align_corners=_align),
-                numbers(2, 3, 4, 5),
-                PLACES,
-                mode=_mode,
-                padding_mode=_padding,
-                align_corners=int(_align),
-                opset=16,
-                case=f"{_mode} {_padding} {_align}",
-            )
-for _align in (False, True):
-    for _size in ((2, 1, 3, 4), (2, 1, 3, 2, 4)):
-        ask(
-            "AffineGrid",
-            lambda theta, size, align=_align: F.affine_grid(theta, size.tolist(), align),
-            numbers(2, len(_size) - 2, len(_size) - 1),
-            ints(*_size),
-            align_corners=int(_align),
-            case=f"of {len(_size) - 2} axes, {_align}",
-        )
