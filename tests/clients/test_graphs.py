@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gradserve_client import Conflict, InvalidInput, KeyReused, NotFound
+from gradserve_client import Conflict, EpochOpen, InvalidInput, KeyReused, NotFound, StaleEpoch
 from gradserve_client._runs import training
 from onnx import helper
 
@@ -121,6 +122,49 @@ def test_a_worker_that_comes_late_repeats_the_step_and_its_loss(server: Any) -> 
     fast.optim_step(lr=0.1)
     with pytest.raises(KeyReused, match="same arguments"):
         slow.optim_step(lr=0.2)
+
+
+def test_a_worker_that_was_away_for_long_goes_on_where_the_run_is(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow = (server.graphs["lin"].join("exp1", worker=f"rank{rank}", quorum=1) for rank in range(2))
+    slow.start()
+    for step in range(3):
+        fast.forward_backward(batch(step, 0))
+        fast.optim_step(lr=0.1)
+    monkeypatch.setattr(training.Run, "key", lambda *_: uuid.uuid4().hex)  # as if the server had forgotten all keys
+    assert not slow.forward_backward(batch(0, 1)).counted
+    done = slow.optim_step(lr=0.1)
+    assert (done.step, done.replayed, done.loss, slow.step) == (0, True, None, 3)
+    assert server.buffers["exp1.p.w"].info().version == 4
+    assert slow.forward_backward(batch(3, 1)).counted
+    assert slow.optim_step(lr=0.1).contributors == {"rank1": 1}
+
+
+def test_a_step_that_cannot_end_says_why(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(EpochOpen):
+        server.graphs["lin"].optim_step(lr=0.1)
+    names = ["rank0", "rank1"]
+    model = server.graphs["lin"].join("exp1", worker="rank0", timeout=0.1, quorum=2, contributors=names)
+    model.forward_backward(batch(0, 0))
+    with pytest.raises(EpochOpen) as caught:
+        model.optim_step(lr=0.1)
+    assert caught.value.missing == ("rank1",)
+    with pytest.raises(InvalidInput, match="optimizer is 'Adam', but must be one of 'AdamWOptimizer'"):
+        model.optim_step("Adam", lr=0.1)
+    other = server.graphs["lin"]
+    loss = other.forward_backward(batch(0, 0)).loss
+    with pytest.raises(InvalidInput, match="weight_decoy"):
+        other.optim_step(lr=0.1, weight_decoy=1)
+    done = other.optim_step(lr=0.1, weight_decay=1)
+    assert (done.step, done.loss, done.count, done.replayed) == (0, loss, 1, False)
+    with pytest.raises(InvalidInput, match="worker is 'a\\\\nb'"):
+        server.graphs["lin"].join("exp1", worker="a\nb")
+    late = server.graphs["lin"].join("exp1", worker="rank1")
+    assert late.start() == 0
+    server.buffers.set({"w": [[1], [1]], "b": [1]}, prefix="exp1.p.")
+    with pytest.raises(StaleEpoch, match="written over its parameters"):
+        server.graphs["lin"].join("exp1", worker="rank1").forward_backward(batch(0, 1))
+    assert late.forward_backward(batch(0, 1)).closed
+    assert not caplog.messages
 
 
 def test_other_micro_batches_than_before_are_refused(server: Any) -> None:

@@ -181,7 +181,7 @@ class Model:
             batch = self._runner.run(call)
         except StaleEpoch as error:
             if error.context.get("epoch", self._epoch) < self._epoch:
-                raise
+                raise explained(error, "Others than the run's steps have written over its parameters") from None
             batch = MicroBatch(step=self.step, counted=False)
         except KeyReused as error:
             hint = "A worker that is started again sends the micro-batches of its step once more, in the same order"

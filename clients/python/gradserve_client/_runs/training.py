@@ -229,7 +229,8 @@ def follow(prefix: str, rules: Mapping[str, Any], found: Mapping[str, BufferInfo
     """Warn in the log if the run has other rules than this worker gives."""
     given = canonical(rules)
     its = canonical(asdict(found[f"{prefix}loss"]))
-    if differing := [f"{name} is {its[name]}, not {given[name]}" for name in given if its[name] != given[name]]:
+    names = [name for name in given if name in rules and its[name] != given[name]]
+    if differing := [f"{name} is {its[name]}, not {given[name]}" for name in names]:
         logger.warning(FOLLOWS, prefix, ", ".join(differing))
 
 
