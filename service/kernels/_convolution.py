@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -119,34 +119,11 @@ def _transposed(
     return replace(windows, sizes=tuple(sizes))
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """dY, X and dX as [N, G, channels, pixels...], and W and dW as [G, channels, channels, taps]."""
+def conv_gradients(windows: Windows, dY: Array, X: Array, W: Array, dX: Array | None, dW: Array | None) -> None:
+    """Let the pixels of dY see X, or those of X see dY, whichever takes less time.
 
-    dY: Array
-    X: Array
-    W: Array
-    dX: Array | None
-    dW: Array | None
-
-    @classmethod
-    def of(cls, dY: Array, X: Array, W: Array, dX: Array | None, dW: Array | None, group: int) -> Tensors:
-        """Return the tensors of a call. Without spatial axes they are one image, whose pixels are the rows."""
-
-        def images(tensor: Array) -> Array:
-            tensor = tensor.T[None] if tensor.ndim == 2 else tensor
-            return tensor.reshape(len(tensor), group, -1, *tensor.shape[2:])
-
-        def kernels(tensor: Array) -> Array:
-            return tensor.reshape(group, -1, tensor.shape[1], math.prod(tensor.shape[2:]))
-
-        given = None if dX is None else images(dX), None if dW is None else kernels(dW)
-        return cls(images(dY), images(X), kernels(W), *given)
-
-
-def conv_gradients(windows: Windows, tensors: Tensors) -> None:
-    """Let the pixels of dY see X, or those of X see dY, whichever takes less time."""
-    dY, X, W, dX, dW = tensors.dY, tensors.X, tensors.W, tensors.dX, tensors.dW
+    dY, X and dX are [N, G, channels, pixels...], and W and dW are [G, channels, channels, taps].
+    """
     M, C = W.shape[1:3]
     phases = find_phases(windows)
     if dX is not None and len(phases) < math.prod(windows.strides):
@@ -168,9 +145,11 @@ def conv_gradients(windows: Windows, tensors: Tensors) -> None:
         _see([dY], turned, X[pixels], W.swapaxes(1, 2), None if dW is None else dW.swapaxes(1, 2), result=result)
 
 
-def conv_transpose_gradients(windows: Windows, tensors: Tensors) -> None:
-    """Let the pixels of X see dY."""
-    _see_phases(tensors.dY, find_phases(windows), tensors.X, tensors.W, tensors.dW, result=tensors.dX)
+def conv_transpose_gradients(
+    windows: Windows, dY: Array, X: Array, W: Array, dX: Array | None, dW: Array | None
+) -> None:
+    """Let the pixels of X see dY. The tensors are those of `conv_gradients`."""
+    _see_phases(dY, find_phases(windows), X, W, dW, result=dX)
 
 
 def _see_phases(

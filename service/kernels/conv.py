@@ -6,6 +6,7 @@ ConvTranspose, and ConvGrad of ONNX Runtime 1.19.2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -15,7 +16,6 @@ from service.dtypes import FLOAT64, Array
 from service.kernels._checks import check_shape
 from service.kernels._convolution import (
     Shape,
-    Tensors,
     conv_gradients,
     conv_transpose_gradients,
     conv_transpose_windows,
@@ -28,7 +28,7 @@ from service.kernels._op import check_work, op
 from service.kernels._types import NotNegative, Positive, Rank4, T
 from service.kernels._windows import AutoPad, Windows
 
-_Gradients = Callable[[Windows, Tensors], None]
+_Gradients = Callable[[Windows, Array, Array, Array, Array | None, Array | None], None]
 
 _SMALL = [[[[1.0, 2.0], [3.0, 4.0]]]]
 _LARGE = [[[[1.0, 0.0, 2.0], [0.0, 1.0, 0.5], [1.0, 1.0, 0.0]]]]
@@ -146,10 +146,7 @@ def _forward(
 
     def fill(memory: Mapping[str, Array]) -> None:
         Y = memory["Y"]
-        if X.size and W.size and Y.size:
-            gradients(_spatial(windows, len(X)), Tensors.of(X, Y, W, Y, None, group))
-        else:
-            Y[...] = 0
+        _compute(gradients, windows, group, X, Y, W, Y, None)
         if B is not None:
             np.add(Y, B.astype(Y.dtype, copy=False).reshape(-1, *[1] * (Y.ndim - 2)), out=Y)
 
@@ -157,7 +154,7 @@ def _forward(
 
 
 def _run(
-    dY: Array, X: Array, W: Array, windows: Windows, group: int, wanted: Collection[str], compute: _Gradients
+    dY: Array, X: Array, W: Array, windows: Windows, group: int, wanted: Collection[str], gradients: _Gradients
 ) -> Any:
     """Return dX, dW and dB, or None for those not wanted."""
     shapes = {"dX": X.shape, "dW": W.shape, "dB": dY.shape[1:2]}
@@ -166,20 +163,36 @@ def _run(
     def fill(memory: Mapping[str, Array]) -> None:
         if "dB" in memory:
             memory["dB"][...] = _channel_sums(dY)
-        wants = [name for name in ("dX", "dW") if name in memory]
-        if not (dY.size and X.size and W.size):
-            for name in wants:
-                memory[name][...] = 0
-        elif wants:
-            compute(_spatial(windows, len(X)), Tensors.of(dY, X, W, memory.get("dX"), memory.get("dW"), group))
+        _compute(gradients, windows, group, dY, X, W, memory.get("dX"), memory.get("dW"))
 
     outputs = compute_wide({name: shape for name, shape in shapes.items() if name in wanted}, given, fill)
     return tuple(map(outputs.get, shapes))
 
 
-def _spatial(windows: Windows, rows: int) -> Windows:
-    """Return the windows, or, without spatial axes, those of the image whose pixels are the rows."""
-    return windows if windows.sizes else Windows((rows,), (1,), (1,), (1,), (0,), (0,))
+def _compute(
+    gradients: _Gradients,
+    windows: Windows,
+    group: int,
+    dY: Array,
+    X: Array,
+    W: Array,
+    dX: Array | None,
+    dW: Array | None,
+) -> None:
+    """Fill dX and dW, unless they are None, with zeros if a tensor is empty."""
+
+    def images(tensor: Array | None) -> Any:
+        return None if tensor is None else tensor.reshape(len(tensor), group, -1, *tensor.shape[2:])
+
+    def kernels(tensor: Array | None) -> Any:
+        return None if tensor is None else tensor.reshape(group, -1, W.shape[1], math.prod(W.shape[2:]))
+
+    results = [one for one in (dX, dW) if one is not None]
+    if not (dY.size and X.size and W.size):
+        for one in results:
+            one[...] = 0
+    elif results:
+        gradients(windows, images(dY), images(X), kernels(W), images(dX), kernels(dW))
 
 
 def _channel_sums(dY: Array) -> Array:
