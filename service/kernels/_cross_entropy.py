@@ -16,7 +16,7 @@ import numpy as np
 from service.dtypes import Array, DType, cast, compute_dtype
 from service.kernels._blocks import new_output, scratch, share_out
 from service.kernels._checks import has_shape, one_element
-from service.kernels._narrow import narrow, widen
+from service.kernels._narrow import load, room_for, store
 
 BLOCK_LENGTH = 80_000
 """Scores in a block. With up to four more arrays of its size, it fits into 2 MB."""
@@ -66,10 +66,10 @@ class SharedLabels:
 
     def pick(self, block: Array, place: Place) -> Array:
         terms = scratch(3, block.size, block.dtype).reshape(block.shape)
-        return _class_sum(np.multiply(_load(self.shares[place], 4), block, out=terms))[:, 0]
+        return _class_sum(np.multiply(load(self.shares[place], block.dtype, 4), block, out=terms))[:, 0]
 
     def subtract(self, block: Array, place: Place) -> None:
-        shares = _load(self.shares[place], 4)
+        shares = load(self.shares[place], block.dtype, 4)
         np.multiply(block, _class_sum(shares), out=block)
         np.subtract(block, shares, out=block)
 
@@ -128,13 +128,12 @@ def log_softmax_losses(scores: Array, samples: Samples, log_prob: Array | None) 
     target = None if log_prob is None else log_prob.reshape(samples.shape)
 
     def compute(place: Place) -> None:
-        X = _load(given[place], 0)
-        direct = target is not None and target.dtype == dtype
-        result = target[place] if target is not None and direct else _scratch_like(X, 1)
+        X = load(given[place], dtype, 0)
+        result = _scratch_like(X, 1) if target is None else room_for(target[place], dtype, 1)
         _take_log_softmax(X, result)
         samples.weigh(samples.labels.pick(result, place), place, losses)
-        if target is not None and not direct:
-            _store(result, target[place])
+        if target is not None:
+            store(result, target[place], (0, 2))
 
     _by_blocks(samples.shape, compute)
     return losses
@@ -145,16 +144,14 @@ def softmax(scores: Array, target: Array, *, logarithms: bool) -> None:
     dtype = compute_dtype(scores.dtype)
 
     def compute(place: Place) -> None:
-        X = _load(scores[place], 0)
-        result = target[place] if target.dtype == dtype else _scratch_like(X, 1)
+        X, result = load(scores[place], dtype, 0), room_for(target[place], dtype, 1)
         if logarithms:
             _take_log_softmax(X, result)
         else:
             np.subtract(X, X.max(axis=1, keepdims=True), out=result)
             np.exp(result, out=result)
             np.divide(result, _class_sum(result), out=result)
-        if target.dtype != dtype:
-            _store(result, target[place])
+        store(result, target[place], (0, 2))
 
     _by_blocks(scores.shape, compute)
 
@@ -167,25 +164,20 @@ def _take_log_softmax(X: Array, result: Array) -> None:
 
 def gradient(log_prob: Array, samples: Samples, factors: Array, d_logits: Array, bias: Array | None = None) -> None:
     """Write to `d_logits` the gradient of the scores from log_softmax of them, plus `bias`."""
-    given, target, dtype = (
-        log_prob.reshape(samples.shape),
-        d_logits.reshape(samples.shape),
-        compute_dtype(log_prob.dtype),
-    )
+    given, target = (one.reshape(samples.shape) for one in (log_prob, d_logits))
+    dtype = compute_dtype(log_prob.dtype)
     added = None if bias is None else bias.reshape(samples.shape)
 
     def compute(place: Place) -> None:
-        logarithms = _load(given[place], 0)
-        result = target[place] if target.dtype == dtype else _scratch_like(logarithms, 1)
-        np.exp(logarithms, out=result)
+        result = room_for(target[place], dtype, 1)
+        np.exp(load(given[place], dtype, 0), out=result)
         samples.labels.subtract(result, place)
         np.multiply(result, factors[place[0], None, place[2]].astype(dtype), out=result)
         if samples.kept is not None:
             np.copyto(result, 0, where=~samples.kept[place[0], None, place[2]])
         if added is not None:
             np.add(result, added[place], out=result, casting="same_kind")
-        if target.dtype != dtype:
-            _store(result, target[place])
+        store(result, target[place], (0, 2))
 
     _by_blocks(samples.shape, compute)
 
@@ -214,17 +206,5 @@ def _class_sum(block: Array) -> Array:
     return block.sum(axis=1, keepdims=True)
 
 
-def _load(block: Array, slot: int) -> Array:
-    return widen(block, slot) if block.itemsize == 2 else block
-
-
 def _scratch_like(block: Array, slot: int) -> Array:
     return scratch(slot, block.size, block.dtype).reshape(block.shape)
-
-
-def _store(result: Array, target: Array) -> None:
-    """Round the result, which is no longer needed, to the dtype of the target."""
-    if target.itemsize == 2 and result.itemsize == 4:
-        narrow(result, target, (0, 2))
-    else:
-        target[...] = cast(result, target.dtype)

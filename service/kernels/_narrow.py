@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from service.dtypes import FLOAT16, FLOAT32, Array, DType, compute_dtype
+from service.dtypes import FLOAT16, FLOAT32, Array, DType, cast, compute_dtype
 from service.kernels._blocks import claim, new_output, row_major, scratch, spare_memory
 
 INT32 = np.dtype(np.int32)
@@ -99,6 +99,30 @@ def _round(wide: Array, power: Array) -> None:
     np.right_shift(power_bits, FRACTION_BITS, out=power_bits)
     np.add(bits, power_bits, out=bits)
     np.subtract(bits, LEAST_POWER_BITS, out=bits)
+
+
+def load(block: Array, dtype: DType, slot: int) -> Array:
+    """Return `block` as `dtype`: itself, or a copy in the scratch array `slot`."""
+    if block.dtype == dtype:
+        return block
+    if dtype == FLOAT32:
+        return widen(block, slot)
+    wide = scratch(slot, block.size, dtype).reshape(block.shape)
+    wide[...] = block
+    return wide
+
+
+def room_for(out: Array, dtype: DType, slot: int) -> Array:
+    """Return memory for a block of `dtype` that `store` then writes to `out`: that of `out`, or scratch."""
+    return out if out.dtype == dtype else scratch(slot, out.size, dtype).reshape(out.shape)
+
+
+def store(block: Array, out: Array, slots: tuple[int, int]) -> None:
+    """Round what is in the memory of `room_for` to the dtype of `out`. Overwrite that memory and scratch, `slots`."""
+    if block.dtype == FLOAT32 and out.itemsize == 2:
+        narrow(block, out, slots)
+    elif block.dtype != out.dtype:
+        out[...] = cast(block, out.dtype)
 
 
 def widen_tensor(tensor: Array) -> Array:

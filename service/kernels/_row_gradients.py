@@ -13,7 +13,7 @@ from service.dtypes import FLOAT32, FLOAT64, Array, DType, cast, compute_dtype
 from service.errors import ShapeMismatch
 from service.kernels._blocks import check_wanted, claim, new_output, row_major, scratch, share_out, spare_memory
 from service.kernels._checks import normalize_axis, same_shapes
-from service.kernels._narrow import narrow, widen
+from service.kernels._narrow import load, store
 
 BLOCK_ELEMENTS = 96 << 10
 """Elements of a tensor in a block, 128 rows of 768: smaller blocks spend more time on NumPy's calls."""
@@ -140,7 +140,7 @@ class Gradients:
 
     def _sum(self, part: slice, tile: slice, scale_sums: Array, bias_sums: Array, means: Array) -> Array | None:
         """Add the sums of one tile of the block, and return its x, or x / inverse."""
-        dY = self._load(self.rows.Y_grad, part, tile, 0)
+        dY = load(self.rows.Y_grad[part, tile], self.rows.dtype, 0)
         ones = self.ones[: len(dY)]
         if "bias_grad" in self.wanted:
             bias_sums += ones @ dY
@@ -161,7 +161,7 @@ class Gradients:
     def _apply(self, part: slice, tile: slice, x: Array | None, b_mean: Array, bx_mean: Array) -> None:
         """Write one tile of X_grad."""
         assert self.X_grad is not None
-        dY, target = self._load(self.rows.Y_grad, part, tile, 0), self.X_grad[part, tile]
+        dY, target = load(self.rows.Y_grad[part, tile], self.rows.dtype, 0), self.X_grad[part, tile]
         x = self._normalized(part, tile) if x is None else x
         subtrahend = scratch(1, dY.size, dY.dtype).reshape(dY.shape)
         out = np.multiply(dY, self.scale[tile], out=self._memory(part, tile))
@@ -170,10 +170,7 @@ class Gradients:
             np.add(subtrahend, b_mean, out=subtrahend)
         np.subtract(out, subtrahend, out=out)
         np.multiply(out, self.rows.row_values(self.inverse, part), out=out)
-        if out.dtype == FLOAT32 and target.dtype != FLOAT32:
-            narrow(out, target, (0, 1))
-        elif out.dtype != target.dtype:
-            target[...] = cast(out, target.dtype)
+        store(out, target, (0, 1))
 
     def _memory(self, part: slice, tile: slice) -> Array:
         """Return a block for results on the way: that of X_grad, if it has the dtype of the arithmetic."""
@@ -183,16 +180,5 @@ class Gradients:
         return scratch(2, size, dtype).reshape(part.stop - part.start, -1)
 
     def _normalized(self, part: slice, tile: slice) -> Array:
-        block = self._load(self.rows.values, part, tile, 3)
+        block = load(self.rows.values[part, tile], self.rows.dtype, 3)
         return self.normalize(block, part, tile, scratch(1, block.size, block.dtype).reshape(block.shape))
-
-    def _load(self, tensor: Array, part: slice, tile: slice, slot: int) -> Array:
-        """Return a block as the dtype of the arithmetic."""
-        block, dtype = tensor[part, tile], self.rows.dtype
-        if block.dtype == dtype:
-            return block
-        if dtype == FLOAT32:
-            return widen(block, slot)
-        wide = scratch(slot, block.size, dtype).reshape(block.shape)
-        wide[...] = block
-        return wide

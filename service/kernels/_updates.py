@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from service.dtypes import FLOAT32, FLOAT64, Array, DType, cast, compute_dtype
+from service.dtypes import FLOAT64, Array, DType, compute_dtype
 from service.kernels._blocks import new_output, row_major, scratch, share_out
-from service.kernels._narrow import narrow, widen
+from service.kernels._narrow import load, room_for, store
 
 BLOCK_LENGTH = 1 << 16
 """Elements of a block: those of all tensors of a step fit into a core's cache together."""
@@ -29,7 +29,7 @@ def sum_of_squares(group: Mapping[str, Array]) -> float:
     def add(number: int) -> None:
         name, part = blocks[number]
         block = _flat(group[name])[part]
-        wide = _wide(block, FLOAT64, 0)
+        wide = load(block, FLOAT64, 0)
         sums[number] = float(np.dot(wide, wide))
 
     share_out(add, len(blocks))
@@ -66,38 +66,15 @@ def update(
 
     def compute(number: int) -> None:
         name, part = blocks[number]
-        inputs = [_wide(flat[name][part], dtype, slot) for slot, flat in enumerate(flats)]
+        inputs = [load(flat[name][part], dtype, slot) for slot, flat in enumerate(flats)]
         outputs = [target[name][part] for target in targets]
         size = len(outputs[0])
-        wide = [
-            output if output.dtype == dtype else scratch(given + slot, size, dtype)
-            for slot, output in enumerate(outputs)
-        ]
+        wide = [room_for(output, dtype, given + slot) for slot, output in enumerate(outputs)]
         free = given + len(outputs)
         formula(*inputs, *wide, *(scratch(free + slot, size, dtype) for slot in range(temporaries)))
         for result, output in zip(wide, outputs, strict=True):
-            if result is not output:
-                _rounded(result, output, (free, free + 1))
+            store(result, output, (free, free + 1))
 
     if blocks:
         share_out(compute, len(blocks))
     return results
-
-
-def _wide(block: Array, dtype: DType, slot: int) -> Array:
-    """Return `block`, flat, as `dtype`: itself, or a copy in the scratch array `slot`."""
-    if block.dtype == dtype:
-        return block
-    if dtype == FLOAT32:
-        return widen(block, slot)
-    wide = scratch(slot, block.size, dtype)
-    wide[...] = block
-    return wide
-
-
-def _rounded(wide: Array, out: Array, slots: tuple[int, int]) -> None:
-    """Round `wide` to the dtype of `out`. Overwrite `wide` and the scratch arrays `slots`."""
-    if wide.dtype == FLOAT32:
-        narrow(wide, out, slots)
-    else:
-        np.copyto(out, cast(wide, out.dtype))

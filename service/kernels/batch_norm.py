@@ -18,7 +18,7 @@ from service.dtypes import FLOAT64, Array, DType, cast, compute_dtype
 from service.errors import ShapeMismatch
 from service.kernels._blocks import check_wanted, claim, new_output, scratch, share_out
 from service.kernels._checks import check_shape, same_shape
-from service.kernels._narrow import narrow, widen
+from service.kernels._narrow import load, room_for, store
 from service.kernels._op import op
 from service.kernels._types import Bit, Rank4, T, U, V
 
@@ -81,7 +81,7 @@ def batch_norm_internal(
 
     with np.errstate(all="ignore"):
         if training_mode:
-            mean = batch.total(lambda tile: [_sums(batch.load(given, tile, 0))])[0] / batch.count
+            mean = batch.total(lambda tile: [_sums(load(given[tile], batch.dtype, 0))])[0] / batch.count
             shift = batch.column(mean)
             squares, rest = batch.total(lambda tile: _moments(batch.centered(given, shift, tile))) / batch.count
             variance = squares - rest**2
@@ -90,10 +90,10 @@ def batch_norm_internal(
         offset = batch.column(B - (mean - shift[:, 0]) * scale * inv)
 
         def normalize(tile: _Tile) -> None:
-            target = batch.target(result, tile)
+            target = room_for(result[tile], batch.dtype, 2)
             np.multiply(batch.centered(given, shift, tile), factor[tile[1]], out=target)
             np.add(target, offset[tile[1]], out=target)
-            batch.store(target, result, tile)
+            store(target, result[tile], (0, 1))
 
         batch.each(normalize)
         running = [mean, variance]
@@ -141,7 +141,7 @@ def batch_normalization_grad(
     given, incoming = batch.flat(X), batch.flat(dY)
 
     def sums(tile: _Tile) -> list[Array]:
-        block = batch.load(incoming, tile, 0)
+        block = load(incoming[tile], batch.dtype, 0)
         return [_sums(block), _sums(block, batch.centered(given, shift, tile))]
 
     with np.errstate(all="ignore"):
@@ -154,12 +154,12 @@ def batch_normalization_grad(
             offset = batch.column(scale * inv * bias_grad / n - rest * slopes)
 
             def differentiate(tile: _Tile) -> None:
-                block, target = batch.centered(given, shift, tile), batch.target(result, tile)
+                block, target = batch.centered(given, shift, tile), room_for(result[tile], batch.dtype, 2)
                 np.multiply(block, slope[tile[1]], out=block)
                 np.add(block, offset[tile[1]], out=block)
-                np.multiply(batch.load(incoming, tile, 0), factor[tile[1]], out=target)
+                np.multiply(load(incoming[tile], batch.dtype, 0), factor[tile[1]], out=target)
                 np.subtract(target, block, out=target)
-                batch.store(target, result, tile)
+                store(target, result[tile], (0, 1))
 
             batch.each(differentiate)
         named = {"scale_grad": scale_grad, "bias_grad": bias_grad}
@@ -225,15 +225,10 @@ class _Batch:
         tiles = self.tiles()
         share_out(lambda number: function(tiles[number]), len(tiles))
 
-    def load(self, tensor: Array, tile: _Tile, slot: int) -> Array:
-        """Return a tile of a tensor, in scratch if it has 16-bit floats."""
-        block = tensor[tile]
-        return block if block.dtype == self.dtype else widen(block, slot)
-
     def centered(self, tensor: Array, mean: Array, tile: _Tile) -> Array:
         """Return a tile of a tensor minus the mean of each channel, in scratch."""
-        block = self.load(tensor, tile, 1)
-        return np.subtract(block, mean[tile[1]], out=self._scratch(1, block))
+        block = load(tensor[tile], self.dtype, 1)
+        return np.subtract(block, mean[tile[1]], out=scratch(1, block.size, self.dtype).reshape(block.shape))
 
     def column(self, numbers: Array) -> Array:
         """Return a number for each channel as a column, in the dtype to compute with."""
@@ -245,19 +240,6 @@ class _Batch:
         if not tensor.flags.c_contiguous:
             claim(tensor.nbytes)
         return tensor.reshape(self.N, self.C, self.S)
-
-    def target(self, output: Array, tile: _Tile) -> Array:
-        """Return memory for a tile of an output: its own, or scratch if it has 16-bit floats."""
-        block = output[tile]
-        return block if block.dtype == self.dtype else self._scratch(2, block)
-
-    def store(self, target: Array, output: Array, tile: _Tile) -> None:
-        """Round what `target` returned, if it is scratch, into the output."""
-        if output.dtype != self.dtype:
-            narrow(target, output[tile], (0, 1))
-
-    def _scratch(self, slot: int, like: Array) -> Array:
-        return scratch(slot, like.size, self.dtype).reshape(like.shape)
 
 
 def _sums(block: Array, factor: Array | None = None) -> Array:

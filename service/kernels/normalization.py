@@ -19,9 +19,9 @@ import numpy as np
 
 from service.dtypes import FLOAT64, Array, cast, compute_dtype
 from service.errors import ShapeMismatch
-from service.kernels._blocks import claim, new_output, row_major, scratch, share_out
+from service.kernels._blocks import claim, new_output, row_major, share_out
 from service.kernels._checks import check_shape, normalize_axis
-from service.kernels._narrow import narrow, widen, widen_tensor
+from service.kernels._narrow import load, room_for, store, widen_tensor
 from service.kernels._op import op
 from service.kernels._row_gradients import BLOCK_ELEMENTS, Gradients, Rows
 from service.kernels._types import Rank2, T, U, V
@@ -152,9 +152,7 @@ def layer_normalization(
 
     def normalize(number: int) -> None:
         part = slice(number * height, (number + 1) * height)
-        x, out = rows[part], target[part]
-        if x.dtype != dtype:
-            x, out = widen(x, 0), scratch(1, x.size, dtype).reshape(x.shape)
+        x, out = load(rows[part], dtype, 0), room_for(target[part], dtype, 1)
         if centered:
             np.mean(x, axis=1, keepdims=True, out=means[part])
             x = np.subtract(x, means[part], out=out)
@@ -163,8 +161,7 @@ def layer_normalization(
         np.multiply(out, factor, out=out)
         if offset is not None:
             np.add(out, offset, out=out)
-        if out.dtype != Y.dtype:
-            narrow(out, target[part], (0, 2))
+        store(out, target[part], (0, 2))
 
     share_out(normalize, -(-N // height) if M else 0)
     kept = (*X.shape[:axis], *[1] * (X.ndim - axis))

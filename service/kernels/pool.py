@@ -17,7 +17,7 @@ from service.dtypes import INT32, INT64, Array, DType, compute_dtype
 from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch
 from service.kernels._blocks import block_length, check_wanted, claim, new_output, row_major, scratch, share_out
 from service.kernels._checks import check_shape, same_shapes
-from service.kernels._narrow import compute_wide, narrow, widen
+from service.kernels._narrow import compute_wide, load, store
 from service.kernels._op import check_work, op
 from service.kernels._pool_axes import Axis, axes_of, elements_of, least_of
 from service.kernels._scatter import clear, output_size, read_shape
@@ -251,7 +251,7 @@ def _run(
     def run(number: int) -> None:
         part = slice(number * height, (number + 1) * height)
         block, result = planes[part], target[part]
-        block = start(block if block.dtype == dtype else widen(block, 0))
+        block = start(load(block, dtype, 0))
         places = numbers if indices is None else np.broadcast_to(numbers.reshape(sizes), block.shape)
         for depth, axis in reversed([*enumerate(axes, 1)]):
             shape = (*block.shape[:depth], counts[depth - 1], *block.shape[depth + 1 :])
@@ -265,8 +265,7 @@ def _run(
                 places = found
             block = out
         finish(block)
-        if result.dtype != dtype:
-            narrow(block, result, (0, 1))
+        store(block, result, (0, 1))
         if indices is not None:
             first = ((part.start + np.arange(len(block))) * size).reshape(-1, *[1] * len(counts))
             np.add(places, first, out=(flat := indices.reshape(target.shape)[part]))

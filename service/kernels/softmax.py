@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.dtypes import Array
-from service.kernels._blocks import block_length, scratch, share_out
+from service.dtypes import Array, compute_dtype
+from service.kernels._blocks import block_length, share_out
 from service.kernels._checks import normalize_axis, same_shape
 from service.kernels._cross_entropy import softmax
 from service.kernels._elementwise import prepare
-from service.kernels._narrow import narrow, widen
+from service.kernels._narrow import load, room_for, store
 from service.kernels._op import op
 from service.kernels._types import Rank2, T
 
@@ -115,7 +115,7 @@ def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
     If such a tile is too long for the cache, cut the reduced axis as well, sum the pieces first, and apply afterwards.
     """
     outer, reduced, inner = Y.shape
-    length, is_narrow = block_length(Y.dtype), Y.itemsize == 2
+    length, dtype = block_length(Y.dtype), compute_dtype(Y.dtype)
     width = min(inner, max(length // reduced, MIN_TILE_COLUMNS))
     depth = min(reduced, length // width)
     height = max(1, length // (reduced * width)) if depth == reduced else 1
@@ -132,22 +132,17 @@ def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
         )
         return strip, piece, place
 
-    def load(place: tuple[slice, slice, slice]) -> tuple[Array, Array]:
-        blocks = dY[place], Y[place]
-        return (widen(blocks[0], 0), widen(blocks[1], 1)) if is_narrow else blocks
+    def blocks_at(place: tuple[slice, slice, slice]) -> tuple[Array, Array]:
+        return load(dY[place], dtype, 0), load(Y[place], dtype, 1)
 
     def apply(place: tuple[slice, slice, slice], wide_dY: Array, wide_Y: Array, total: Array) -> None:
-        target = out[place]
-        if is_narrow:
-            wide = scratch(2, target.size, wide_Y.dtype).reshape(target.shape)
-            rule.apply(wide_dY, wide_Y, total, wide)
-            narrow(wide, target, (0, 1))  # no longer those of dY and Y
-        else:
-            rule.apply(wide_dY, wide_Y, total, target)
+        result = room_for(out[place], dtype, 2)
+        rule.apply(wide_dY, wide_Y, total, result)
+        store(result, out[place], (0, 1))  # no longer those of dY and Y
 
     def sum_and_apply(number: int) -> None:
         place = tile(number)[2]
-        blocks = load(place)
+        blocks = blocks_at(place)
         apply(place, *blocks, rule.sum(*blocks)[:, None])
 
     if pieces == 1:
@@ -158,11 +153,11 @@ def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
 
     def sum_piece(number: int) -> None:
         strip, piece, place = tile(number)
-        partial[strip, piece] = rule.sum(*load(place))
+        partial[strip, piece] = rule.sum(*blocks_at(place))
 
     def apply_total(number: int) -> None:
         strip, _, place = tile(number)
-        apply(place, *load(place), totals[strip])
+        apply(place, *blocks_at(place), totals[strip])
 
     share_out(sum_piece, rows * columns * pieces)
     with np.errstate(all="ignore"):
