@@ -18,7 +18,7 @@ from tests.clients.graph_worker import MICRO_BATCHES, RATE, WORKERS, batch
 from tests.clients.killed import Workers, until
 from tests.faults.servers import LONG, Server
 
-STEPS, KILLS = (200, 10) if LONG else (20, 4)
+STEPS, KILLS = (200, 10) if LONG else (12, 3)
 
 
 def lines(folder: Path) -> Iterator[list[str]]:
