@@ -272,6 +272,14 @@ class Backward(Pass):
             self.rows.scatter_rows(self.outputs["dX"], steps, dX)
 
 
+def sigmoid(x: Array) -> None:
+    """Replace x by 1 / (1 + exp(-x))."""
+    np.negative(x, out=x)
+    np.exp(x, out=x)
+    x += 1
+    np.divide(1, x, out=x)
+
+
 def _add_product(total: Array, left: Array, right: Array, fresh: bool) -> None:
     """total = left @ right if `fresh`, else total += left @ right."""
     if fresh:

@@ -87,7 +87,7 @@ class Kind:
         if self.mode == "nearest":
             return _ROUND[self.nearest_mode](x)[:, None], np.ones((len(x), 1))
         if self.mode == "linear" and stretch == 1:
-            return _linear(np.clip(x, 0, size - 1))
+            x = np.clip(x, 0, size - 1)
         reach = math.ceil((1 if self.mode == "linear" else 2) * stretch)
         places = np.floor(x)[:, None] + np.arange(1 - reach, reach + 1)
         far = np.abs(x[:, None] - places) / stretch
@@ -132,11 +132,6 @@ def _places(
             middle = number(size) / 2
             return middle * (1 - number(count) / (scale * number(size))) + (x + half) / scale - half
     return (x + half) / scale - half
-
-
-def _linear(x: Array) -> tuple[Array, Array]:
-    low = np.floor(x)
-    return np.stack([low, low + 1], axis=1), np.stack([1 - (x - low), x - low], axis=1)
 
 
 def _keys(far: Array, a: float) -> Array:

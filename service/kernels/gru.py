@@ -19,7 +19,7 @@ import numpy as np
 from service.dtypes import Array
 from service.kernels._blocks import scratch
 from service.kernels._op import op
-from service.kernels._recurrent_pass import Backward, Forward, run_pass
+from service.kernels._recurrent_pass import Backward, Forward, run_pass, sigmoid
 from service.kernels._recurrent_plan import Direction, make_plan, multiply_adds
 from service.kernels._types import Rank2, Rank3, Rank4, T, TSize
 
@@ -52,10 +52,7 @@ class _Forward(Forward):
         for state, pre, h in steps:
             zr = np.matmul(h, to_gates)
             zr += pre[:, : 2 * H]
-            np.negative(zr, out=zr)
-            np.exp(zr, out=zr)
-            zr += 1
-            np.divide(1, zr, out=zr)
+            sigmoid(zr)
             z, reset = zr[:, :H], zr[:, H:]
             if self.linear_before_reset:
                 candidate = np.matmul(h, to_candidate)

@@ -22,7 +22,7 @@ import numpy as np
 from service.dtypes import Array
 from service.kernels._blocks import scratch, spare_memory
 from service.kernels._op import op
-from service.kernels._recurrent_pass import Backward, Forward, run_pass
+from service.kernels._recurrent_pass import Backward, Forward, run_pass, sigmoid
 from service.kernels._recurrent_plan import Direction, make_plan, multiply_adds
 from service.kernels._types import Rank2, Rank3, Rank4, T, TSize
 
@@ -59,12 +59,12 @@ class _Forward(Forward):
             candidate += pre[:, 3 * H :]
             i, o, f = (iof[:, k * H : (k + 1) * H] for k in range(3))
             if P is None:
-                _sigmoid(iof)
+                sigmoid(iof)
             else:
                 i += p_i * c
                 f += p_f * c
-                _sigmoid(i)
-                _sigmoid(f)
+                sigmoid(i)
+                sigmoid(f)
             np.tanh(candidate, out=candidate)
             pre[:, 3 * H :] = candidate
             candidate *= i
@@ -72,7 +72,7 @@ class _Forward(Forward):
             c += candidate
             if P is not None:
                 o += p_o * c
-                _sigmoid(o)
+                sigmoid(o)
             pre[:, : 3 * H] = iof
             np.tanh(c, out=h)
             h *= o
@@ -151,26 +151,15 @@ class _Backward(Backward):
             total[k] += np.einsum("nh,nh->h", gates[:, k], cells[d, rows].reshape(-1, H))
 
 
-def _sigmoid(x: Array) -> None:
-    """Replace x by 1 / (1 + exp(-x))."""
-    np.negative(x, out=x)
-    np.exp(x, out=x)
-    x += 1
-    np.divide(1, x, out=x)
-
-
-def _forward_work(X: Array, W: Array, R: Array, B: Array | None, SL: Array | None, *_: object, **__: object) -> int:
-    return multiply_adds(X, W, R, SL)
-
-
-def _backward_work(X: Array, W: Array, R: Array, SL: Array | None, *_: object, **__: object) -> int:
-    return multiply_adds(X, W, R, SL)
-
-
 _FORWARD_EXAMPLE = {**_WEIGHTS, "B": [[0.0, 0.25, -0.5, 0.5, 0.0, 0.25, 0.5, -0.25]], **_STARTS, **_PEEPHOLES}
 
 
-@op("LSTMTraining", outputs=_STATES, example=_FORWARD_EXAMPLE, multiply_adds=_forward_work)
+@op(
+    "LSTMTraining",
+    outputs=_STATES,
+    example=_FORWARD_EXAMPLE,
+    multiply_adds=lambda X, W, R, B=None, SL=None, *_, **__: multiply_adds(X, W, R, SL),
+)
 def lstm_training(
     X: Rank3[T],
     W: Rank3[T],
@@ -214,7 +203,7 @@ def lstm_training(
     "LSTMGrad",
     outputs=_SLOPES,
     example={**_WEIGHTS, **_STARTS, **_KEPT, **_GRADIENTS, **_PEEPHOLES},
-    multiply_adds=_backward_work,
+    multiply_adds=lambda X, W, R, SL, *_, **__: multiply_adds(X, W, R, SL),
 )
 def lstm_grad(
     X: Rank3[T],

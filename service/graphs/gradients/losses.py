@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from service.dtypes import FLOAT64, Array
-from service.graphs.gradients.arrays import rounded_once
+from service.dtypes import Array
 from service.graphs.gradients.tape import Tape, gradient_of, rule
 from service.graphs.plan import Node
 from service.kernels.dropout import dropout_grad
@@ -24,25 +24,14 @@ def _softmax_cross_entropy(tape: Tape, node: Node, dY: str, d_log_prob: str = ""
     return [tape.call(np.add, of_loss, of_log_prob) if of_loss and of_log_prob else of_loss or of_log_prob]
 
 
-@gradient_of("NegativeLogLikelihoodLoss")
-@rounded_once
-def _at_targets(
-    dY: Array,
-    shape: tuple[int, ...],
-    B: Array,
-    C: Array | None,
-    *,
-    reduction: str = "mean",
-    ignore_index: int | None = None,
-) -> Array:
-    """Return -dY times the weight at the target of each sample, divided by the sum of the weights for a mean."""
-    counts = B != ignore_index
-    classes = np.where(counts, B, 0)
-    weights = np.where(counts, dY.dtype.type(1) if C is None else C[classes], 0)
-    divisor = weights.sum(dtype=FLOAT64) if reduction == "mean" else 1
-    dX = np.zeros(shape, dY.dtype)
-    np.put_along_axis(dX, classes[:, None], (-dY * weights / (divisor or 1))[:, None], 1)
-    return dX
+@rule("NegativeLogLikelihoodLoss")
+def _negative_log_likelihood(tape: Tape, node: Node, dY: str) -> list[str]:
+    def gradient(dY: Array, shape: tuple[int, ...], *given: Any) -> Array:
+        """Return that of SoftmaxCrossEntropyLoss, where the probabilities are 0: what the labels add to it."""
+        log_prob = np.broadcast_to(dY.dtype.type(-np.inf), shape)
+        return softmax_cross_entropy_loss_grad(dY, log_prob, *given, **node.attributes)
+
+    return [tape.call(gradient, dY, tape.shape(node.inputs[0]), *node.inputs[1:])]
 
 
 @gradient_of("Dropout", outputs=2)
