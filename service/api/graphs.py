@@ -14,25 +14,22 @@ from service.api.buffers.models import ListQuery, Receipt
 from service.api.buffers.openapi import DELETED, ETAG, MANY, ONE, READING, REPLAYED, UNCHANGED
 from service.api.buffers.preconditions import key_of, known_tag, refuse_headers
 from service.api.buffers.receipts import replayed
-from service.api.buffers.request import RECEIPT_BYTES, check_no_body, receive
-from service.api.buffers.routes import refusal_of
+from service.api.buffers.request import check_no_body, receive
 from service.api.http.answer import Answer, JsonAnswer
 from service.api.http.body import read_body
 from service.api.http.call import GRAPHS, Call, CurrentCall
 from service.api.http.negotiation import check_no_query, media_types
 from service.api.http.offload import INLINE_BYTES
 from service.api.http.routing import BYTES_CONTENT, SAFETENSORS_BODY, SAFETENSORS_CONTENT, access, answer_header, body
-from service.api.operators.job import uses_of
+from service.api.operators.job import BufferUse, uses_of
 from service.api.operators.planned import Planned, keep, kept, plan, planned
 from service.api.operators.rest import EndpointQuery, answer_body
+from service.api.operators.targets import changes_of
 from service.buffers.changes import Change
 from service.buffers.graph_changes import DeleteGraph, PutGraph
 from service.buffers.graphs import StoredGraph
 from service.buffers.names import check_length, check_name
 from service.buffers.record import Key
-from service.buffers.sets import Set
-from service.buffers.specs import Spec
-from service.dtypes import Array
 from service.errors import InvalidParameter, UnsupportedMediaType, shown
 
 if TYPE_CHECKING:
@@ -181,24 +178,12 @@ def _read(call: Call, name: str, content: memoryview, options: Mapping[str, str]
 def _weights(call: Call, graph: Graph, texts: Sequence[str]) -> list[Change]:
     """Return the changes that write weights into buffers, from texts like `parameters:m.p.*`."""
     initial = graph.initial
-    if texts and not initial:
+    if not initial:
         problem = f"set is {shown(texts[0])}, but the model has no weights of its own: write them into buffers yourself"
         raise InvalidParameter(problem, parameter="set")
     groups = {name.partition(".")[0] for name in initial}
     inputs = [one for one in graph.operator("").inputs if one.name in groups]
-    changes = list[Change]()
-    for use in uses_of([("set", text) for text in texts], inputs):
-        group = f"{use.tensor}." if use.is_prefix else use.tensor
-        for name in [name for name in initial if name == use.tensor or (use.is_prefix and name.startswith(group))]:
-            changes.append(_write(call, use.buffer + name.removeprefix(group), name, initial[name]))
-    call.reserve(RECEIPT_BYTES * len(changes))
-    return changes
-
-
-def _write(call: Call, buffer: str, name: str, value: Array) -> Set:
-    """Return the change that writes the value of the tensor `name` into the buffer."""
-    spec = Spec(value.shape, value.dtype)
-    return Set(name=check_name(buffer), gradient=value, tensor=name, spec=spec, refusal=refusal_of(call, buffer, spec))
+    return changes_of(call, BufferUse(targets=uses_of([("set", text) for text in texts], inputs)), initial)
 
 
 @router.get("", summary="List the graphs")

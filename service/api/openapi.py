@@ -84,12 +84,9 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
     name = "ProtocolError" if path.startswith("/v2") else "Problem"
     operation["responses"] |= {status: {"$ref": f"#/components/responses/{name}"} for status in ("4XX", "5XX")}
     for parameter in operation.get("parameters", ()):
-        if parameter["in"] == "path" and path.startswith("/v1/buffers"):
+        if parameter["in"] == "path" and path.startswith(("/v1/buffers", "/v1/graphs")):
             parameter["schema"] |= {"pattern": f"^{NAME.pattern}$"}
-            parameter["example"] = "layer.weight"
-        elif parameter["in"] == "path" and path.startswith("/v1/graphs"):
-            parameter["schema"] |= {"pattern": f"^{NAME.pattern}$"}
-            parameter["example"] = "mlp"
+            parameter["example"] = "layer.weight" if path.startswith("/v1/buffers") else "mlp"
         elif parameter["in"] == "path" and path.startswith("/v2/systemsharedmemory"):
             parameter["example"] = "gradients"
         elif parameter["in"] == "path":

@@ -39,15 +39,12 @@ class PutGraph:
         graph = txn.graph(BufferName(namespace, self.name))
         if graph is None:
             txn.admit_graph(namespace)
-        elif graph.digest != self.digest:
-            raise self._exists("another model")
-        elif graph.options != self.options:
-            raise self._exists(f"the options {shown(dict(graph.options))}, not {shown(dict(self.options))}")
+        elif (graph.digest, graph.options) != (self.digest, self.options):
+            options = f"the options {shown(dict(graph.options))}, not {shown(dict(self.options))}"
+            differing = "another model" if graph.digest != self.digest else options
+            problem = f"There is a graph {self.name!r} with {differing}: delete it first, or use another name"
+            raise GraphExists(problem, graph=self.name)
         return graph
-
-    def _exists(self, differing: str) -> GraphExists:
-        problem = f"There is a graph {self.name!r} with {differing}: delete it first, or use another name"
-        return GraphExists(problem, graph=self.name)
 
     def make(self, txn: Transaction, namespace: str, now: float) -> tuple[StoredGraph, bool]:
         """Return the graph, and whether it is new. Raises what `found` raises."""

@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Protocol, Self, TypeAlias, TypeVar
 
 from service.buffers.epochs import Closed
-from service.buffers.graphs import StoredGraph, known
+from service.buffers.graphs import StoredGraph
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import Push
@@ -150,19 +150,15 @@ class Store(Protocol):
 
     def graph(self, name: str) -> StoredGraph:
         """Return the graph, without its content. Raises `UnknownGraph` and `GraphCorrupt`."""
-        return known(None, name)
 
     def graphs(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[StoredGraph]:
         """Return the first graphs with the prefix behind the name `after`, in the order of their names.
 
         Damaged graphs are left out.
         """
-        return []
 
     def graph_content(self, graph: StoredGraph) -> memoryview:
         """Return the bytes of the graph's model. Raises `UnknownGraph` if it is gone, and `GraphCorrupt`."""
-        known(None, graph.name)
-        return memoryview(b"")
 
     def generation(self) -> int:
         """Return a number that changes with every change of the store by any process. Raises `StoreFailed`."""

@@ -45,11 +45,6 @@ class Cache:
             self._bytes += size
             self._changed(self._bytes)
 
-    def remove(self, key: Hashable) -> None:
-        """Forget the key."""
-        with self._lock:
-            self._remove(key)
-
     def _remove(self, key: Hashable) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:

@@ -44,10 +44,3 @@ def test_a_value_that_is_too_large_is_not_kept_and_moves_no_other(cache: Cache, 
     cache.put("a", 1, "a", 100)
     cache.put("b", 1, "b", 101)
     assert (cache.get("a", 1), cache.get("b", 1), sizes[-1]) == ("a", None, 100)
-
-
-def test_a_removed_value_takes_no_room(cache: Cache, sizes: list[int]) -> None:
-    cache.put("a", 1, "a", 100)
-    cache.remove("a")
-    cache.remove("a")
-    assert (cache.get("a", 1), sizes[-1]) == (None, 0)

@@ -256,8 +256,6 @@ def _use(parameter: str, text: str, tensor: str, buffer: str, tensors: Sequence[
             " and a buffer's name" + f", or {' or '.join(groups)}, a colon, a prefix of names and *" * bool(groups),
             parameter=parameter,
         )
-    if not is_group:
-        return Use(tensor, check_name(buffer), False, epoch, parameter == "set")
-    if not NAME.fullmatch(buffer[:-1] or "-"):
+    if is_group and not NAME.fullmatch(buffer[:-1] or "-"):
         raise InvalidParameter(f"{parameter} is {shown(text)}, but no buffer has such a prefix", parameter=parameter)
-    return Use(tensor, buffer[:-1], True, epoch, parameter == "set")
+    return Use(tensor, buffer[:-1] if is_group else check_name(buffer), is_group, epoch, parameter == "set")

@@ -191,7 +191,7 @@ def _computed(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:
         if not use.targets:
             return _Computed(outputs, (), sources, key)
         answered = {name: output for name, output in outputs.items() if _is_answered(job, name, output)}
-        return _Computed(answered, changes_of(call, job, outputs, sources), sources, key)
+        return _Computed(answered, changes_of(call, use, outputs, sources.states), sources, key)
     except GradserveError as error:
         if known is None:  # another may have made the same request meanwhile
             repeated = _repeated(call, job, key, recalled(call.store, key, names))

@@ -9,8 +9,7 @@ from service.api.buffers.preconditions import match_of
 from service.api.buffers.request import RECEIPT_BYTES
 from service.api.buffers.routes import refusal_of
 from service.api.http.call import Call
-from service.api.operators.job import Job
-from service.api.operators.sources import Sources
+from service.api.operators.job import BufferUse, Use
 from service.buffers.changes import Add, Change
 from service.buffers.record import MAX_ANSWER_BYTES, Spec
 from service.buffers.sets import Set, Unchanged
@@ -19,10 +18,13 @@ from service.dtypes import FLOATS, NAMES, Array
 from service.errors import DtypeMismatch, InvalidParameter
 
 
-def changes_of(call: Call, job: Job, outputs: Mapping[str, Any], sources: Sources) -> list[Change]:
-    """Return the changes of the buffers that outputs go to. Raises `DtypeMismatch` and `InvalidParameter`."""
-    use, changes, match = job.buffers, dict[str, Change](), match_of(call)
-    states = {one.buffer: state for one, state in sources.states.items() if use.overwrites and one.epoch is None}
+def changes_of(call: Call, use: BufferUse, outputs: Mapping[str, Any], sources: Mapping[Use, str] = {}) -> list[Change]:
+    """Return the changes of the buffers that outputs go to, computed from `sources` in these states.
+
+    Raises `DtypeMismatch` and `InvalidParameter`.
+    """
+    changes, match = dict[str, Change](), match_of(call)
+    states = {one.buffer: state for one, state in sources.items() if use.overwrites and one.epoch is None}
     for tensor, output in outputs.items():
         target = use.target_of(tensor)
         if target is None:

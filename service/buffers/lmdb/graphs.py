@@ -1,4 +1,4 @@
-"""The graphs of a store: their heads found, listed, counted for their namespaces, and stored."""
+"""The graphs of a store: their heads found, listed, and counted for their namespaces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from service.buffers.graphs import StoredGraph, pack_graph, unpack_graph
+from service.buffers.graphs import StoredGraph, unpack_graph
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import key_range, name_of
 from service.buffers.names import BufferName
@@ -44,15 +44,3 @@ class GraphReader:
             if cursor.set_range(start):
                 stored = ((bytes(key), sealed) for key, sealed in cursor)
                 yield from itertools.takewhile(lambda each: each[0] < stop, stored)
-
-
-class GraphWriter(GraphReader):
-    """The graphs that a transaction changes."""
-
-    def put(self, name: BufferName, graph: StoredGraph | None) -> None:
-        """Store the head of a graph; None removes it."""
-        key = name.joined.encode()
-        if graph is None:
-            self._txn.delete(key, db=self._env.graphs)
-        else:
-            self._txn.put(key, pack_graph(name, graph), db=self._env.graphs)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 
 from service.buffers.gradients import Gradient
-from service.buffers.graphs import StoredGraph, check_count
+from service.buffers.graphs import StoredGraph, check_count, pack_graph
 from service.buffers.lmdb.caches import WriterState
-from service.buffers.lmdb.graphs import GraphWriter
 from service.buffers.lmdb.pushes import PushWriter
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.value_writer import ValueWriter
@@ -23,7 +22,6 @@ class Staging(Reader):
 
     values: ValueWriter
     pushes: PushWriter
-    graphs: GraphWriter
     _state: WriterState
     writes: int
     to_fold: dict[int, BufferName]
@@ -67,7 +65,11 @@ class Staging(Reader):
 
     def put_graph(self, name: BufferName, graph: StoredGraph | None) -> None:
         self.writes += 1
-        self.graphs.put(name, graph)
+        key = name.joined.encode()
+        if graph is None:
+            self._txn.delete(key, db=self._env.graphs)
+        else:
+            self._txn.put(key, pack_graph(name, graph), db=self._env.graphs)
 
     def store_bytes(self, content: Array) -> int:
         self.writes += 1

@@ -12,7 +12,7 @@ from service.buffers.gradients import Gradient
 from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.environment import MARGIN_BYTES, Environment
 from service.buffers.lmdb.format import COUNT, DUE, NUMBER, TIME, due_entry, key_range, microseconds, name_of
-from service.buffers.lmdb.graphs import GraphWriter
+from service.buffers.lmdb.graphs import GraphReader
 from service.buffers.lmdb.keys import KeyWriter
 from service.buffers.lmdb.pushes import PushWriter
 from service.buffers.lmdb.slots import CHUNK_BYTES, RESERVE_BYTES, disk_full
@@ -45,7 +45,7 @@ class LmdbTransaction(Staging):
     def __init__(self, env: Environment, txn: Any, state: WriterState, oldest_key: int) -> None:
         self._env, self._txn, self._state, self._oldest = env, txn, state, oldest_key
         self.values, self.keys = ValueWriter(env, txn, state.values), KeyWriter(env, txn)
-        self.pushes, self.graphs, self.to_fold = PushWriter(env, txn), GraphWriter(env, txn), {}
+        self.pushes, self.graphs, self.to_fold = PushWriter(env, txn), GraphReader(env, txn), {}
         self.changed: dict[BufferName, Record | None] = {}
         """Records that `finish` stores, None to delete: a record that changes often is stored once."""
         self._counts: dict[str, int] = {}

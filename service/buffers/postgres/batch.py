@@ -117,7 +117,7 @@ class Batch:
                 sql.TIME(clock),
             ]
         )
-        _, _, _, _, keys, _, counts, rows, self._claimed, *of_graphs, staged, ((self.now, standbys),) = said
+        _, _, _, _, keys, _, counts, rows, self._claimed, heads, numbers, staged, ((self.now, standbys),) = said
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
         if self._mark in known:
             connection.execute("rollback")
@@ -134,7 +134,8 @@ class Batch:
         if any(packed is None for _, _, packed, _ in rows):
             perform.check_records(most + 1)
         records, seqs = _records(names, rows)
-        return Found(records, known, Counter(dict(counts)), seqs, pushes, found_graphs(graphs, *of_graphs))
+        of_graphs = found_graphs(graphs, heads)
+        return Found(records, known, Counter(dict(counts)), seqs, pushes, of_graphs, Counter(dict(numbers)))
 
     def write(self, database: Database, connection: Connection, found: Found) -> None:
         """Write the changes and commit."""

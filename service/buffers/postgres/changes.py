@@ -10,7 +10,6 @@ from service.buffers.graphs import StoredGraph
 from service.buffers.names import BufferName
 from service.buffers.postgres.compactor import Fold
 from service.buffers.postgres.deltas import Delta, Payload
-from service.buffers.postgres.graphs import FoundGraphs
 from service.buffers.postgres.pushes import FoundPushes
 from service.buffers.pushes import Push, PushName
 from service.buffers.record import Key, Known, Record
@@ -35,7 +34,8 @@ class Found:
     seqs: dict[int, int]
     """The `seq` of the last delta of each value that grows."""
     of_pushes: FoundPushes
-    of_graphs: FoundGraphs
+    graphs: dict[BufferName, StoredGraph | BufferCorrupt | None]
+    graph_counts: Counter[str]
 
 
 @dataclass

@@ -5,9 +5,7 @@ The lock of its namespace protects a graph against other servers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 from service.buffers.graphs import StoredGraph, damaged, digest_of, pack_graph, unpack_graph
 from service.buffers.names import BufferName
@@ -50,14 +48,6 @@ HEADS_AT_ONCE = 100
 """Graphs that a list fetches at once."""
 
 
-@dataclass
-class FoundGraphs:
-    """What the database has of the graphs of a batch, and how many graphs their namespaces have."""
-
-    graphs: dict[BufferName, StoredGraph | BufferCorrupt | None] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
-
-
 def ask_graphs(names: Collection[BufferName]) -> tuple[Execution | None, Execution | None]:
     """Return what reads the graphs of these names, and what counts those of their namespaces."""
     if not names:
@@ -65,12 +55,10 @@ def ask_graphs(names: Collection[BufferName]) -> tuple[Execution | None, Executi
     return HEADS(*columns([*names], 2)), GRAPH_COUNTS(sorted({name.namespace for name in names}))
 
 
-def found_graphs(names: Collection[BufferName], rows: ResultRows, counts: ResultRows) -> FoundGraphs:
-    """Return what the answers to `ask_graphs` say."""
-    found = FoundGraphs({name: None for name in names}, Counter(dict(counts)))
-    for name, graph in unpacked(rows):
-        found.graphs[name] = graph or damaged(name.name)  # the request that needs it gets the error
-    return found
+def found_graphs(names: Iterable[BufferName], rows: ResultRows) -> dict[BufferName, StoredGraph | BufferCorrupt | None]:
+    """Return the graphs of these names. The request that needs a damaged one gets the error."""
+    found = {name: graph or damaged(name.name) for name, graph in unpacked(rows)}
+    return {name: found.get(name) for name in names}
 
 
 def unpacked(rows: Iterable[tuple[str, str, bytes]]) -> Iterator[tuple[BufferName, StoredGraph | None]]:

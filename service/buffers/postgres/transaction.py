@@ -222,10 +222,10 @@ class PostgresTransaction:
         self.free(place[0])
 
     def graph(self, name: BufferName) -> StoredGraph | None:
-        return _latest(name, self.changes.graphs, self._earlier.graphs, self._found.of_graphs.graphs)
+        return _latest(name, self.changes.graphs, self._earlier.graphs, self._found.graphs)
 
     def admit_graph(self, namespace: str) -> None:
-        check_count(self._found.of_graphs.counts[namespace] + self._earlier.graph_counts[namespace], self._max_graphs)
+        check_count(self._found.graph_counts[namespace] + self._earlier.graph_counts[namespace], self._max_graphs)
 
     def put_graph(self, name: BufferName, graph: StoredGraph | None) -> None:
         self.changes.graph_counts[name.namespace] += -1 if graph is None else 1
