@@ -9,6 +9,7 @@ import numpy as np
 
 from service.dtypes import INT64, Array
 from service.graphs.gradients.tape import Tape, gradient_of, rule
+from service.graphs.nodes.indexing import elements, rows
 from service.graphs.plan import Node
 from service.kernels.gather import gather_grad
 from service.kernels.indexing import gather_elements_grad, gather_nd_grad, slice_grad
@@ -49,7 +50,7 @@ Place = Callable[[Array], tuple[Array, ...]]
 def _scatter(tape: Tape, node: Node, dY: str) -> list[str | None]:
     data, indices, updates = node.inputs
     Y, reduction = node.outputs[0], node.attributes.get("reduction", "none")
-    place = _rows if node.op == "ScatterND" else partial(_elements, node.attributes.get("axis", 0))
+    place = rows if node.op == "ScatterND" else partial(elements, node.attributes.get("axis", 0))
     if reduction == "mul":
         step = partial(_factors, place)
         d_data, d_updates = tape.call(step, dY, data, indices, updates, outputs=2)
@@ -59,16 +60,6 @@ def _scatter(tape: Tape, node: Node, dY: str) -> list[str | None]:
         return [d_data, None, d_updates]
     d_data = dY if reduction == "add" else tape.call(partial(_cleared, place), dY, indices)
     return [d_data, None, tape.call(partial(_taken, place), dY, indices)]
-
-
-def _rows(indices: Array) -> tuple[Array, ...]:
-    return tuple(np.moveaxis(indices, -1, 0))
-
-
-def _elements(axis: int, indices: Array) -> tuple[Array, ...]:
-    grid = [*np.ogrid[tuple(slice(size) for size in indices.shape)]]
-    grid[axis] = indices
-    return tuple(grid)
 
 
 def _taken(place: Place, dY: Array, indices: Array) -> Array:

@@ -11,6 +11,7 @@ import numpy as np
 from service.dtypes import Array
 from service.graphs.gradients.arrays import rounded_once
 from service.graphs.gradients.tape import gradient_of, gradients
+from service.graphs.nodes.indexing import cumulated
 from service.kernels.softmax import log_softmax_grad_13, softmax_grad_13
 
 Axes = tuple[int, ...]
@@ -82,15 +83,7 @@ def _kept(shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
     return tuple(1 if axis in axes else size for axis, size in enumerate(shape))
 
 
-@gradient_of("CumSum")
-@rounded_once
-def _sums_of_rest(dY: Array, B: Array, *, exclusive: int = 0, reverse: int = 0) -> Array:
-    """Return the sum over all that each element was added to: the cumulative sum in the other direction."""
-    place = int(B.item())
-    flipped = dY if reverse else np.flip(dY, place)
-    total = np.cumsum(flipped, place) - (flipped if exclusive else 0)
-    return total if reverse else np.flip(total, place)
-
-
+# The sum of all that each element was added to is the cumulative sum in the other direction.
+gradients("CumSum", lambda dY, B, *, exclusive=0, reverse=0: cumulated(dY, B, exclusive=exclusive, reverse=1 - reverse))
 gradients("Softmax", softmax_grad_13)
 gradients("LogSoftmax", log_softmax_grad_13)

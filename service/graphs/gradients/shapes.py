@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from service.dtypes import INT64, Array
 from service.graphs.gradients.arrays import unbroadcast
-from service.graphs.gradients.tape import Tape, gradient_of, rule
+from service.graphs.gradients.tape import Tape, gradient_of, gradients, rule
+from service.graphs.nodes.shapes import sources, to_depth, to_space, triangle
 from service.graphs.plan import Node
 from service.kernels.gather import gather_grad
 
@@ -84,39 +84,13 @@ def _without_padding(dY: Array, shape: Shape, B: Array, D: Array | None, *, mode
     axes = [*range(count)] if D is None else [axis % len(shape) for axis in D.reshape(-1).tolist()]
     for axis, before, after in zip(axes, pads[:count], pads[count:], strict=True):
         if before or after:
-            sources = _sources(mode, shape[axis], before, after)
-            inside = sources >= 0
+            places = sources(mode, shape[axis], before, after)
+            inside = places >= 0
             within = (*dY.shape[:axis], shape[axis], *dY.shape[axis + 1 :])
-            dY = gather_grad(np.array(within, INT64), sources[inside], dY.compress(inside, axis), axis=axis)
+            dY = gather_grad(np.array(within, INT64), places[inside], dY.compress(inside, axis), axis=axis)
     return dY
 
 
-def _sources(mode: str, size: int, before: int, after: int) -> Array:
-    """Return the place that each place along a padded axis is a copy of, or -1. Negative padding cuts off."""
-    fill: dict[str, Any] = {"constant_values": -1} if mode == "constant" else {}
-    places: Array = np.pad(np.arange(size), (max(before, 0), max(after, 0)), mode, **fill)  # type: ignore[call-overload]
-    return places[max(-before, 0) : len(places) - max(-after, 0)]
-
-
-@gradient_of("DepthToSpace")
-def _to_depth(dY: Array, *, blocksize: int, mode: str = "DCR") -> Array:
-    """Return each block of blocksize x blocksize as channels of one place. In the mode CRD they are neighbours."""
-    batch, channels, height, width = dY.shape
-    blocks = dY.reshape(batch, channels, height // blocksize, blocksize, width // blocksize, blocksize)
-    order = (0, 1, 3, 5, 2, 4) if mode == "CRD" else (0, 3, 5, 1, 2, 4)
-    return blocks.transpose(order).reshape(batch, channels * blocksize**2, height // blocksize, width // blocksize)
-
-
-@gradient_of("SpaceToDepth")
-def _to_space(dY: Array, *, blocksize: int) -> Array:
-    batch, channels, height, width = dY.shape
-    blocks = dY.reshape(batch, blocksize, blocksize, channels // blocksize**2, height, width)
-    return blocks.transpose(0, 3, 4, 1, 5, 2).reshape(
-        batch, channels // blocksize**2, height * blocksize, width * blocksize
-    )
-
-
-@gradient_of("Trilu")
-def _trilu(dY: Array, B: Array | None, *, upper: int = 1) -> Array:
-    diagonal = 0 if B is None else min(max(int(B.item()), -dY.shape[-2]), dY.shape[-1])
-    return (np.triu if upper else np.tril)(dY, diagonal)
+gradients("DepthToSpace", lambda dY, *, blocksize, mode="DCR": to_depth(dY, blocksize=blocksize, mode=mode))
+gradients("SpaceToDepth", lambda dY, *, blocksize: to_space(dY, blocksize=blocksize))
+gradients("Trilu", lambda dY, B, *, upper=1: triangle(dY, B, upper=upper))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from itertools import count, zip_longest
 from typing import Any, TypeAlias, TypeVar
@@ -14,6 +13,7 @@ import numpy as np
 from service.dtypes import Array
 from service.errors import GradserveError, InvalidGraph, ShapeMismatch
 from service.graphs.gradients.arrays import as_dtype, dtype_of, unbroadcast
+from service.graphs.nodes.table import with_attributes
 from service.graphs.plan import Node, Step
 
 Rule: TypeAlias = Callable[..., Sequence[str | None]]
@@ -74,11 +74,9 @@ def gradients(
 
         def gradient(tensor: str, function: Callable[..., Array]) -> str:
             parameters = signature(function).parameters.values()
-            keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
-            given = {name: value for name, value in node.attributes.items() if name in keywords}
             reads = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
             names = [tape.shape(tensor) if name == "shape" else tensors.get(name, "") for name in reads]
-            result: str = tape.call(partial(function, **given), *names)
+            result: str = tape.call(with_attributes(function, node), *names)
             return tape.like(result, tensor) if broadcast else result
 
         pairs = zip(node.inputs, functions, strict=False)

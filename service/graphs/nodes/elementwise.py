@@ -10,7 +10,7 @@ import numpy as np
 
 from service.dtypes import BFLOAT16, BOOL, FLOAT16, Array, DType, cast
 from service.errors import DtypeMismatch, InvalidTensor
-from service.graphs.nodes.table import Function, Maker, dtype_of, maker
+from service.graphs.nodes.table import Function, dtype_of, function_of, maker
 from service.graphs.plan import Node
 from service.kernels import claim, share_out, spare_memory
 
@@ -125,88 +125,74 @@ def divide(a: Array, b: Array, *, out: Array) -> None:
         np.add(out, (out * b != a) & ((a < 0) != (b < 0)), out=out)
 
 
-SIMPLE: dict[str, Maker] = {
-    **dict.fromkeys(UFUNCS, lambda node: partial(apply, UFUNCS[node.op])),
-    **dict.fromkeys(TESTS, lambda node: partial(apply, TESTS[node.op], dtype=BOOL)),
-    "Div": lambda _: partial(apply, divide),
-    "Mod": lambda node: partial(apply, np.fmod if node.attributes.get("fmod") else np.mod),
-    "BitShift": lambda node: partial(
-        apply, np.left_shift if node.attributes["direction"] == "LEFT" else np.right_shift
-    ),
-    "Cast": lambda node: partial(_converted, dtype=dtype_of(node.attributes["to"])),
-    "CastLike": lambda _: lambda x, like: _converted(x, like.dtype),
-    "Identity": lambda _: lambda x: x,
+SIMPLE: dict[str, Function] = {
+    **{op: partial(apply, function) for op, function in UFUNCS.items()},
+    **{op: partial(apply, function, dtype=BOOL) for op, function in TESTS.items()},
+    "Div": partial(apply, divide),
+    "Mod": lambda a, b, *, fmod=0: apply(np.fmod if fmod else np.mod, a, b),
+    "BitShift": lambda x, y, *, direction: apply(np.left_shift if direction == "LEFT" else np.right_shift, x, y),
+    "CastLike": lambda x, like: _converted(x, like.dtype),
+    "Identity": lambda x: x,
 }
-"""The makers that take a line."""
+"""The functions that take a line."""
 
-for op, make in SIMPLE.items():
-    maker(op)(make)
-
-
-@maker("Pow")
-def _power(node: Node) -> Function:
-    def power(base: Array, exponent: Array) -> Array:
-        if base.dtype.kind in "iu" and exponent.dtype.kind not in "iu":
-            return _converted(power(base.astype(np.float64), exponent), base.dtype)
-        if exponent.size == 1 and base.ndim >= exponent.ndim:
-            number = exponent.item()
-            return apply(lambda x, out: np.power(x, number, out=out, dtype=out.dtype), base)
-        return apply(np.power, base, exponent.astype(base.dtype))
-
-    return power
+for _op, _function in SIMPLE.items():
+    function_of(_op)(_function)
 
 
-@maker("IsInf")
-def _is_inf(node: Node) -> Function:
-    positive, negative = node.attributes.get("detect_positive", 1), node.attributes.get("detect_negative", 1)
+@maker("Cast")
+def _cast(node: Node) -> Function:
+    return partial(_converted, dtype=dtype_of(node.attributes["to"]))
 
+
+@function_of("Pow")
+def _power(base: Array, exponent: Array) -> Array:
+    if base.dtype.kind in "iu" and exponent.dtype.kind not in "iu":
+        return _converted(_power(base.astype(np.float64), exponent), base.dtype)
+    if exponent.size == 1 and base.ndim >= exponent.ndim:
+        number = exponent.item()
+        return apply(lambda x, out: np.power(x, number, out=out, dtype=out.dtype), base)
+    return apply(np.power, base, exponent.astype(base.dtype))
+
+
+@function_of("IsInf")
+def _is_infinite(x: Array, *, detect_positive: int = 1, detect_negative: int = 1) -> Array:
     def test(x: Array, out: Array) -> None:
         np.isinf(x, out=out)
-        out &= (x > 0) if not negative else (x < 0) if not positive else True
-        out &= bool(positive or negative)
+        out &= (x > 0) if not detect_negative else (x < 0) if not detect_positive else True
+        out &= bool(detect_positive or detect_negative)
 
-    return partial(apply, test, dtype=BOOL)
-
-
-@maker("Clip")
-def _clip(node: Node) -> Function:
-    def clip(x: Array, low: Array | None = None, high: Array | None = None) -> Array:
-        bounds = [(np.maximum, low), (np.minimum, high)]
-        return reduce(
-            lambda result, pair: apply(pair[0], result, pair[1]) if pair[1] is not None else result, bounds, x
-        )
-
-    return clip
+    return apply(test, x, dtype=BOOL)
 
 
-@maker("Where")
-def _where(node: Node) -> Function:
-    def where(condition: Array, x: Array, y: Array) -> Array:
-        if x.dtype != y.dtype:
-            raise DtypeMismatch(f"X is {x.dtype} and Y is {y.dtype}, but they must share a dtype")
-        out = spare_memory(np.broadcast(condition, x, y).shape, x.dtype)
-        out[...] = y
-        np.copyto(out, x, where=condition)
-        return out
-
-    return where
+@function_of("Clip")
+def _clip(x: Array, low: Array | None = None, high: Array | None = None) -> Array:
+    above = x if low is None else apply(np.maximum, x, low)
+    return above if high is None else apply(np.minimum, above, high)
 
 
-@maker("Dropout", random=True)
-def _dropout(node: Node) -> Function:
-    def dropout(
-        x: Array, ratio: Array | None = None, training: Array | None = None, *, generator: np.random.Generator
-    ) -> tuple[Array, Array]:
-        rate = 0.5 if ratio is None else float(ratio.item())
-        if training is None or not training.item() or rate == 0:
-            claim(x.size)
-            return x, np.ones(x.shape, BOOL)
-        if not 0 <= rate < 1:
-            raise InvalidTensor(f"ratio is {rate}, but must be in [0, 1)")
-        claim(5 * x.size + x.nbytes)
-        mask: Array = np.asarray(generator.random(x.shape, np.float32) >= rate)
-        kept = mask.astype(x.dtype)
-        np.multiply(kept, 1 / (1 - rate), out=kept)
-        return apply(np.multiply, x, kept), mask
+@function_of("Where")
+def _where(condition: Array, x: Array, y: Array) -> Array:
+    if x.dtype != y.dtype:
+        raise DtypeMismatch(f"X is {x.dtype} and Y is {y.dtype}, but they must share a dtype")
+    out = spare_memory(np.broadcast(condition, x, y).shape, x.dtype)
+    out[...] = y
+    np.copyto(out, x, where=condition)
+    return out
 
-    return dropout
+
+@function_of("Dropout", random=True)
+def _dropout(
+    x: Array, ratio: Array | None = None, training: Array | None = None, *, generator: np.random.Generator
+) -> tuple[Array, Array]:
+    rate = 0.5 if ratio is None else float(ratio.item())
+    if training is None or not training.item() or rate == 0:
+        claim(x.size)
+        return x, np.ones(x.shape, BOOL)
+    if not 0 <= rate < 1:
+        raise InvalidTensor(f"ratio is {rate}, but must be in [0, 1)")
+    claim(5 * x.size + x.nbytes)
+    mask: Array = np.asarray(generator.random(x.shape, np.float32) >= rate)
+    kept = mask.astype(x.dtype)
+    np.multiply(kept, 1 / (1 - rate), out=kept)
+    return apply(np.multiply, x, kept), mask

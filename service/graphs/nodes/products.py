@@ -14,7 +14,7 @@ from service.dtypes import Array, compute_dtype
 from service.errors import DtypeMismatch, ShapeMismatch, shown
 from service.graphs.nodes.elementwise import apply, narrowed
 from service.graphs.nodes.shapes import contiguous
-from service.graphs.nodes.table import Function, maker
+from service.graphs.nodes.table import Function, function_of, maker
 from service.graphs.plan import Node
 from service.kernels import OPERATORS, check_work, claim
 
@@ -24,6 +24,7 @@ SLOWNESS = 16
 _PRODUCT = OPERATORS["FusedMatMul"]
 
 
+@function_of("MatMul")
 def matmul(A: Array, B: Array, **attributes: Any) -> Array:
     """Return the product of FusedMatMul, with its attributes."""
     _share_a_dtype(A, B)
@@ -38,33 +39,28 @@ def _share_a_dtype(*operands: Array) -> None:
         raise DtypeMismatch(f"the inputs are {', '.join(str(one.dtype) for one in operands)}, but must share a dtype")
 
 
-@maker("MatMul")
-def _matmul(node: Node) -> Function:
-    return matmul
-
-
-@maker("Gemm")
-def _gemm(node: Node) -> Function:
-    given = node.attributes
-    attributes = {name: given[name] for name in ("alpha", "transA", "transB") if name in given}
-    beta = given.get("beta", 1.0)
-
-    def gemm(A: Array, B: Array, C: Array | None = None) -> Array:
-        if A.ndim != 2 or B.ndim != 2:
-            raise ShapeMismatch(f"A has shape {list(A.shape)} and B {list(B.shape)}, but both must have two dimensions")
-        product = matmul(A, B, **attributes)
-        if C is None:
-            return product
-        if np.broadcast_shapes(C.shape, product.shape) != product.shape:
-            problem = f"C has shape {list(C.shape)}, but must broadcast to that of A @ B, {list(product.shape)}"
-            raise ShapeMismatch(problem)
-        return (
-            product
-            if beta == 0
-            else apply(np.add, product, C if beta == 1 else apply(lambda x, out: np.multiply(x, beta, out=out), C))
-        )
-
-    return gemm
+@function_of("Gemm")
+def _gemm(
+    A: Array,
+    B: Array,
+    C: Array | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+) -> Array:
+    if A.ndim != 2 or B.ndim != 2:
+        raise ShapeMismatch(f"A has shape {list(A.shape)} and B {list(B.shape)}, but both must have two dimensions")
+    product = matmul(A, B, alpha=alpha, transA=transA, transB=transB)
+    if C is None:
+        return product
+    if np.broadcast_shapes(C.shape, product.shape) != product.shape:
+        problem = f"C has shape {list(C.shape)}, but must broadcast to that of A @ B, {list(product.shape)}"
+        raise ShapeMismatch(problem)
+    if beta == 0:
+        return product
+    return apply(np.add, product, C if beta == 1 else apply(lambda x, out: np.multiply(x, beta, out=out), C))
 
 
 @maker("Einsum")

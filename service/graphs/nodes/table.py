@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ takes beyond what kernels allocate, and does not write to its inputs. A result m
 Maker: TypeAlias = Callable[[Node], Function]
 """A function that reads a node's attributes once, when the graph is planned. Raises classes of `errors.py`."""
 
+F = TypeVar("F", bound=Function)
 M = TypeVar("M", bound=Maker)
 
 NODES: dict[tuple[str, str], Maker] = {}
@@ -63,6 +65,23 @@ def maker(*ops: str, domain: str = "", random: bool = False) -> Callable[[M], M]
         return function
 
     return register
+
+
+def function_of(*ops: str, random: bool = False) -> Callable[[F], F]:
+    """Make the decorated function that of these operators' nodes. Its keyword-only parameters are attributes."""
+
+    def register(function: F) -> F:
+        maker(*ops, random=random)(partial(with_attributes, function))
+        return function
+
+    return register
+
+
+def with_attributes(function: Function, node: Node) -> Function:
+    """Return the function with those of the node's attributes that are its keyword-only parameters."""
+    keywords = {one.name for one in signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY}
+    given = {name: value for name, value in node.attributes.items() if name in keywords}
+    return partial(function, **given) if given else function
 
 
 def step_of(node: Node) -> Step:
