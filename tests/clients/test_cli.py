@@ -499,7 +499,8 @@ def test_the_readme_is_true(server: Client, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "found"), [("buf", {"buffers"}), ("buffers s", {"show", "set-rules"}), ("buffers rm --pre", {"--prefix"})]
+    ("typed", "found"),
+    [("buf", {"buffers"}), ("buffers s", {"save", "set", "set-rules", "show"}), ("buffers rm --pre", {"--prefix"})],
 )
 def test_it_completes_commands_in_a_shell(typed: str, found: set[str]) -> None:
     asked = {"COMP_WORDS": f"gradserve-client {typed}", "COMP_CWORD": str(len(typed.split()))}
