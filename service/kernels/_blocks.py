@@ -193,6 +193,11 @@ def helpers() -> Iterator[Callable[[Callable[[], None]], None]]:
             raise failure
 
 
+def cuts(size: int, length: int) -> list[slice]:
+    """Return slices of this length, the last one shorter, that cut an axis of `size` elements."""
+    return [slice(start, min(start + length, size)) for start in range(0, size, length)]
+
+
 def scratch(slot: int, size: int, dtype: DType) -> Array:
     """Return this thread's flat, uninitialised scratch array number `slot`. The next call for the slot reuses it.
 

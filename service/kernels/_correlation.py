@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from service.dtypes import Array
-from service.kernels._blocks import check_wanted, scratch, share_out, spare_memory
+from service.kernels._blocks import check_wanted, cuts, scratch, share_out, spare_memory
 
 MATRIX_BYTES = 1 << 22
 """Bytes of a tile's matrix, at most, unless one pixel needs more. Threads keep scratch memory of this size."""
@@ -123,7 +123,7 @@ class Correlation:
         for size, most in (*((size, room) for size in (*grid[::-1], G)), (N, enough)):
             count = -(-size // max(1, most // math.prod(lengths)))
             lengths.insert(0, -(-size // count))
-        images, groups, *axes = (_cuts(size, length) for size, length in zip((N, G, *grid), lengths, strict=True))
+        images, groups, *axes = (cuts(size, length) for size, length in zip((N, G, *grid), lengths, strict=True))
         places = [(pixels, self._moves(pixels)) for pixels in itertools.product(*axes)]
         for block in itertools.product(images, groups):
             tiles = [_Tile(*block, *place) for place in places]
@@ -166,10 +166,6 @@ def _channels_first(tensor: Array) -> Array:
 def _flat(tensor: Array) -> Array:
     """Return a tensor [groups, channels, images, pixels...] with all images and pixels in one axis."""
     return tensor.reshape(*tensor.shape[:2], -1)
-
-
-def _cuts(size: int, length: int) -> list[slice]:
-    return [slice(start, min(start + length, size)) for start in range(0, size, length)]
 
 
 def _move(pixels: Slices, shift: Iterable[int], sizes: Iterable[int]) -> tuple[Slices, Slices] | None:

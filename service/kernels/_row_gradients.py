@@ -11,7 +11,7 @@ import numpy as np
 
 from service.dtypes import FLOAT32, FLOAT64, Array, DType, cast, compute_dtype
 from service.errors import ShapeMismatch
-from service.kernels._blocks import check_wanted, claim, new_output, row_major, scratch, share_out, spare_memory
+from service.kernels._blocks import check_wanted, claim, cuts, new_output, row_major, scratch, share_out, spare_memory
 from service.kernels._checks import normalize_axis, same_shapes
 from service.kernels._narrow import load, store
 
@@ -91,7 +91,7 @@ class Gradients:
         N, M = rows.values.shape
         width = max(1, min(M, MAX_COLUMNS))
         self.height = min(MAX_ROWS, BLOCK_ELEMENTS // width)
-        self.tiles = [slice(start, min(start + width, M)) for start in range(0, M, width)]
+        self.tiles = cuts(M, width)
         claim(2 * M * rows.dtype.itemsize)
         self.scale = rows.column_values(scale, slice(M))
         self.weights = self.scale / rows.dtype.type(max(1, M))

@@ -16,7 +16,7 @@ import numpy as np
 
 from service.dtypes import FLOAT64, Array, DType, cast, compute_dtype
 from service.errors import ShapeMismatch
-from service.kernels._blocks import check_wanted, claim, new_output, scratch, share_out
+from service.kernels._blocks import check_wanted, claim, cuts, new_output, scratch, share_out
 from service.kernels._checks import check_shape, same_shape
 from service.kernels._narrow import load, room_for, store
 from service.kernels._op import op
@@ -201,8 +201,7 @@ class _Batch:
         pixels = min(self.S, TILE_NUMBERS)
         channels = max(1, min(self.C, TILE_NUMBERS // pixels))
         images = max(1, TILE_NUMBERS // (pixels * channels))
-        sizes = ((self.N, images), (self.C, channels), (self.S, pixels))
-        return list(itertools.product(*([slice(at, at + step) for at in range(0, size, step)] for size, step in sizes)))
+        return list(itertools.product(cuts(self.N, images), cuts(self.C, channels), cuts(self.S, pixels)))
 
     def total(self, function: Callable[[_Tile], Sequence[Array]]) -> Array:
         """Return the sums over all tiles of what `function` returns: sums for each channel of the tile."""

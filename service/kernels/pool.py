@@ -15,7 +15,7 @@ import numpy as np
 
 from service.dtypes import INT32, INT64, Array, DType, compute_dtype
 from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch
-from service.kernels._blocks import block_length, check_wanted, claim, new_output, row_major, scratch, share_out
+from service.kernels._blocks import block_length, check_wanted, claim, cuts, new_output, row_major, scratch, share_out
 from service.kernels._checks import check_shape, same_shapes
 from service.kernels._narrow import compute_wide, load, store
 from service.kernels._op import check_work, op
@@ -71,9 +71,8 @@ def max_pool_grad(
         if kept is not None or not targets.size:
             clear(sums)
             zeros = sums.size
-        for start in range(0, targets.size, INDEX_BLOCK):
+        for part in cuts(targets.size, INDEX_BLOCK):
             check_wanted()
-            part = slice(start, start + INDEX_BLOCK)
             places, block = targets[part], values[part]
             if kept is not None:
                 places, block = places[kept[part]], block[kept[part]]

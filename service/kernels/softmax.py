@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.dtypes import Array, compute_dtype
-from service.kernels._blocks import block_length, share_out
+from service.kernels._blocks import block_length, cuts, share_out
 from service.kernels._checks import normalize_axis, same_shape
 from service.kernels._cross_entropy import softmax
 from service.kernels._elementwise import prepare
@@ -119,50 +119,34 @@ def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
     width = min(inner, max(length // reduced, MIN_TILE_COLUMNS))
     depth = min(reduced, length // width)
     height = max(1, length // (reduced * width)) if depth == reduced else 1
-    rows, columns, pieces = -(-outer // height), -(-inner // width), -(-reduced // depth)
+    rows, pieces, columns = (cuts(*axis) for axis in ((outer, height), (reduced, depth), (inner, width)))
+    tiles = [(row, piece, column) for row in rows for column in columns for piece in pieces]
+    sums: dict[int, Array] = {}
 
-    def tile(number: int) -> tuple[int, int, tuple[slice, slice, slice]]:
-        """Return the number of the tile's strip, the number of the tile in the strip, and the tile's place."""
-        strip, piece = divmod(number, pieces)
-        row, column = divmod(strip, columns)
-        place = (
-            slice(row * height, (row + 1) * height),
-            slice(piece * depth, (piece + 1) * depth),
-            slice(column * width, (column + 1) * width),
-        )
-        return strip, piece, place
+    def load_tile(number: int) -> tuple[Array, Array]:
+        return load(dY[tiles[number]], dtype, 0), load(Y[tiles[number]], dtype, 1)
 
-    def blocks_at(place: tuple[slice, slice, slice]) -> tuple[Array, Array]:
-        return load(dY[place], dtype, 0), load(Y[place], dtype, 1)
-
-    def apply(place: tuple[slice, slice, slice], wide_dY: Array, wide_Y: Array, total: Array) -> None:
-        result = room_for(out[place], dtype, 2)
-        rule.apply(wide_dY, wide_Y, total, result)
-        store(result, out[place], (0, 1))  # no longer those of dY and Y
+    def apply(number: int, blocks: tuple[Array, Array], total: Array) -> None:
+        target = out[tiles[number]]
+        result = room_for(target, dtype, 2)
+        rule.apply(*blocks, total[:, None], result)
+        store(result, target, (0, 1))  # no longer those of dY and Y
 
     def sum_and_apply(number: int) -> None:
-        place = tile(number)[2]
-        blocks = blocks_at(place)
-        apply(place, *blocks, rule.sum(*blocks)[:, None])
-
-    if pieces == 1:
-        share_out(sum_and_apply, rows * columns)
-        return
-
-    partial: dict[tuple[int, int], Array] = {}
+        blocks = load_tile(number)
+        apply(number, blocks, rule.sum(*blocks))
 
     def sum_piece(number: int) -> None:
-        strip, piece, place = tile(number)
-        partial[strip, piece] = rule.sum(*blocks_at(place))
+        sums[number] = rule.sum(*load_tile(number))
 
     def apply_total(number: int) -> None:
-        strip, _, place = tile(number)
-        apply(place, *blocks_at(place), totals[strip])
+        apply(number, load_tile(number), totals[number // len(pieces)])
 
-    share_out(sum_piece, rows * columns * pieces)
+    if len(pieces) == 1:
+        share_out(sum_and_apply, len(tiles))
+        return
+    share_out(sum_piece, len(tiles))
     with np.errstate(all="ignore"):
-        totals = [
-            np.sum([partial[strip, piece] for piece in range(pieces)], axis=0)[:, None]
-            for strip in range(rows * columns)
-        ]
-    share_out(apply_total, rows * columns * pieces)
+        strips = (range(start, start + len(pieces)) for start in range(0, len(tiles), len(pieces)))
+        totals = [np.sum([sums[number] for number in strip], axis=0) for strip in strips]
+    share_out(apply_total, len(tiles))
