@@ -29,12 +29,6 @@ def _mish(dY: Array, X: Array) -> Array:
     return dY * slope
 
 
-def _selu(
-    dY: Array, X: Array, *, alpha: float = 1.67326319217681884766, gamma: float = 1.05070102214813232422
-) -> Array:
-    return gamma * _elu(dY, X, alpha=alpha)
-
-
 def _power(dY: Array, A: Array, B: Array) -> Array:
     # With one Python number, NumPy knows squares and roots, and keeps the dtype.
     number = B.item() if B.size == 1 else B.astype(A.dtype)
@@ -65,7 +59,7 @@ DERIVATIVES: dict[str, tuple[Callable[..., Any] | None, ...]] = {
     "Mish": (_mish,),
     "Neg": (lambda dY: -dY,),
     "Reciprocal": (lambda dY, Y: -dY * Y * Y,),
-    "Selu": (_selu,),
+    "Selu": (lambda dY, X, *, alpha=1.6732632, gamma=1.0507010: gamma * _elu(dY, X, alpha=alpha),),
     "Shrink": (lambda dY, X, *, lambd=0.5: kept(np.abs(X) > lambd, dY),),
     "Sin": (lambda dY, X: dY * np.cos(X),),
     "Sinh": (lambda dY, X: dY * np.cosh(X),),
@@ -98,14 +92,9 @@ gradients("Relu", lambda dY, Y: relu_grad(dY, Y))
 gradients("Sigmoid", sigmoid_grad)
 gradients("Tanh", tanh_grad)
 gradients("QuickGelu", quick_gelu_grad, domain="com.microsoft")
+gradients("Gelu", lambda dY, X: gelu_grad(dY, X), domain="com.microsoft")
+gradients("Gelu", lambda dY, X, *, approximate="none": (fast_gelu_grad if approximate == "tanh" else gelu_grad)(dY, X))
 gradients("Swish", lambda dY, X, *, alpha=1.0: quick_gelu_grad(dY, X, alpha=alpha))
-
-
-@rule("Gelu")
-@rule("Gelu", domain="com.microsoft")
-def _gelu(tape: Tape, node: Node, dY: str) -> list[str]:
-    kernel = fast_gelu_grad if node.attributes.get("approximate") == "tanh" else gelu_grad
-    return [tape.call(kernel, dY, node.inputs[0])]
 
 
 @rule("BiasGelu", "FastGelu", domain="com.microsoft")
@@ -115,9 +104,8 @@ def _bias_gelu(tape: Tape, node: Node, dY: str) -> list[str]:
     return [tape.like(dZ, one) for one in node.inputs if one]
 
 
-@rule("Add", "Sum")
-def _add(tape: Tape, node: Node, dY: str) -> list[str]:
-    return [tape.like(dY, one) for one in node.inputs]
+rule("Cast", "CastLike")(lambda tape, node, dY: [tape.typed(dY, node.inputs[0])])
+rule("Add", "Sum")(lambda tape, node, dY: [tape.like(dY, one) for one in node.inputs])
 
 
 @rule("Mean")
@@ -131,19 +119,11 @@ def _extreme(tape: Tape, node: Node, dY: str) -> list[str]:
     """Inputs that are equal share the gradient."""
     Y = node.outputs[0]
     share = tape.call(_share, dY, Y, *node.inputs)
-    return [tape.like(tape.call(_where_equal, share, Y, one), one) for one in node.inputs]
+    shares = [tape.call(lambda share, Y, X: kept(Y == X, share), share, Y, one) for one in node.inputs]
+    return [tape.like(one, tensor) for one, tensor in zip(shares, node.inputs, strict=True)]
 
 
 @rounded_once
 def _share(dY: Array, Y: Array, *inputs: Array) -> Array:
     share: Array = dY / np.maximum(sum(Y == one for one in inputs), 1)
     return share
-
-
-def _where_equal(gradient: Array, Y: Array, X: Array) -> Array:
-    return kept(Y == X, gradient)
-
-
-@rule("Cast", "CastLike")
-def _cast(tape: Tape, node: Node, dY: str) -> list[str]:
-    return [tape.typed(dY, node.inputs[0])]

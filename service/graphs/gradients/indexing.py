@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from service.dtypes import INT64, Array
-from service.graphs.gradients.tape import Tape, gradient_of, rule
+from service.graphs.gradients.tape import Tape, gradients, rule
 from service.graphs.nodes.indexing import elements, rows
 from service.graphs.plan import Node
 from service.kernels.gather import gather_grad
@@ -17,30 +17,15 @@ from service.kernels.indexing import gather_elements_grad, gather_nd_grad, slice
 Shape = tuple[int, ...]
 
 
-@gradient_of("Gather")
-def _gather(dY: Array, shape: Shape, B: Array, *, axis: int = 0) -> Array:
-    return gather_grad(np.array(shape, INT64), B, dY, axis=axis)
+def _list(shape: Shape) -> Array:
+    return np.array(shape, INT64)
 
 
-@gradient_of("GatherND")
-def _gather_nd(dY: Array, shape: Shape, B: Array, *, batch_dims: int = 0) -> Array:
-    return gather_nd_grad(np.array(shape, INT64), B, dY, batch_dims=batch_dims)
-
-
-@gradient_of("GatherElements")
-def _gather_elements(dY: Array, shape: Shape, B: Array, *, axis: int = 0) -> Array:
-    return gather_elements_grad(dY, np.array(shape, INT64), B, axis=axis)
-
-
-@gradient_of("TopK", outputs=2)
-def _top_k(dY: Array, shape: Shape, Z: Array, *, axis: int = -1) -> Array:
-    return gather_elements_grad(dY, np.array(shape, INT64), Z, axis=axis)
-
-
-@gradient_of("Slice")
-def _slice(dY: Array, shape: Shape, B: Array, C: Array, D: Array | None, E: Array | None) -> Array:
-    return slice_grad(dY, np.array(shape, INT64), B, C, D, E)
-
+gradients("Gather", lambda dY, shape, B, *, axis=0: gather_grad(_list(shape), B, dY, axis=axis))
+gradients("GatherElements", lambda dY, shape, B, *, axis=0: gather_elements_grad(dY, _list(shape), B, axis=axis))
+gradients("GatherND", lambda dY, shape, B, *, batch_dims=0: gather_nd_grad(_list(shape), B, dY, batch_dims=batch_dims))
+gradients("Slice", lambda dY, shape, B, C, D, E: slice_grad(dY, _list(shape), B, C, D, E))
+gradients("TopK", lambda dY, shape, Z, *, axis=-1: gather_elements_grad(dY, _list(shape), Z, axis=axis), outputs=2)
 
 Place = Callable[[Array], tuple[Array, ...]]
 """A function of the indices. It returns NumPy's index of the elements that they choose."""

@@ -18,19 +18,10 @@ from service.kernels.gather import gather_grad
 Shape = tuple[int, ...]
 
 
-@rule("Identity")
-def _identity(tape: Tape, node: Node, dY: str) -> list[str]:
-    return [dY]
-
-
-@rule("Expand")
-def _expand(tape: Tape, node: Node, dY: str) -> list[str]:
-    return [tape.like(dY, node.inputs[0])]
-
-
-@gradient_of("Reshape", "Flatten", "Squeeze", "Unsqueeze")
-def _reshape(dY: Array, shape: Shape) -> Array:
-    return dY.reshape(shape)
+rule("Identity")(lambda tape, node, dY: [dY])
+rule("Expand")(lambda tape, node, dY: [tape.like(dY, node.inputs[0])])
+for _op in ("Flatten", "Reshape", "Squeeze", "Unsqueeze"):
+    gradients(_op, lambda dY, shape: dY.reshape(shape))
 
 
 @gradient_of("Transpose")
