@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from service.dtypes import Array, DType, cast, compute_dtype
-from service.kernels._blocks import new_output, scratch, share_out
+from service.kernels._blocks import cuts, new_output, scratch, share_out
 from service.kernels._checks import has_shape, one_element
 from service.kernels._narrow import load, room_for, store
 
@@ -189,14 +189,8 @@ def _by_blocks(shape: tuple[int, ...], compute: Callable[[Place], None]) -> None
         return
     width = min(inner, max(BLOCK_LENGTH // classes, LEAST_COLUMNS))
     height = max(1, BLOCK_LENGTH // (classes * width)) if width == inner else 1
-    columns = -(-inner // width)
-
-    def block(number: int) -> None:
-        row, column = divmod(number, columns)
-        rows, part = slice(row * height, (row + 1) * height), slice(column * width, (column + 1) * width)
-        compute((rows, slice(None), part))
-
-    share_out(block, -(-outer // height) * columns)
+    places = [(rows, slice(None), columns) for rows in cuts(outer, height) for columns in cuts(inner, width)]
+    share_out(lambda number: compute(places[number]), len(places))
 
 
 def _class_sum(block: Array) -> Array:
