@@ -16,7 +16,7 @@ import numpy as np
 
 from service.dtypes import FLOAT64, Array, DType, cast, compute_dtype
 from service.errors import ShapeMismatch
-from service.kernels._blocks import check_wanted, claim, cuts, new_output, scratch, share_out
+from service.kernels._blocks import check_wanted, claim, cuts, new_output, row_major, scratch, share_out
 from service.kernels._checks import check_shape, same_shape
 from service.kernels._narrow import load, room_for, store
 from service.kernels._op import op
@@ -236,9 +236,7 @@ class _Batch:
 
     def flat(self, tensor: Array) -> Array:
         """Return a tensor as [N, C, S]."""
-        if not tensor.flags.c_contiguous:
-            claim(tensor.nbytes)
-        return tensor.reshape(self.N, self.C, self.S)
+        return row_major(tensor).reshape(self.N, self.C, self.S)
 
 
 def _sums(block: Array, factor: Array | None = None) -> Array:
