@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from service.dtypes import Array
 from service.errors import InvalidParameter, ShapeMismatch
-from service.kernels._blocks import claim, spare_memory
+from service.kernels._blocks import claim, row_major, spare_memory
 from service.kernels._checks import check_shape
 from service.kernels._correlation import MATRIX_BYTES, Correlation, Tap
 from service.kernels._windows import Phase, Windows, find_phases, make_windows, numbers, padded
@@ -156,9 +154,7 @@ def _see_phases(
     source: Array, phases: Sequence[Phase], partner: Array, W: Array, dW: Array | None, **gradients: Any
 ) -> None:
     """Let each pixel of `partner` see a window over `source`."""
-    if len(phases) > 1:
-        claim(source.nbytes)
-    sources = [np.ascontiguousarray(source[pixels]) for pixels, _ in phases]
+    sources = [row_major(source[pixels]) for pixels, _ in phases]
     taps = [(number, Tap(place, shift)) for place, (_, taps) in enumerate(phases) for number, shift in taps]
     _see(sources, taps, partner, W, dW, **gradients)
 
