@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+from service.buffers.graphs import StoredGraph, unpack_graph
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import CLOCK, CLOCK_SEED, COUNT, DATABASES, DUE, NUMBER, TIME, microseconds, name_of
-from service.buffers.lmdb.graphs import GraphReader
 from service.buffers.lmdb.keys import KeyReader
 from service.buffers.lmdb.pages import faults_of
 from service.buffers.lmdb.pushes import PushReader
@@ -22,6 +22,11 @@ from service.buffers.record import Record
 from service.buffers.sealed import SEAL_BYTES, unpack_record, unseal
 from service.errors import BufferCorrupt
 
+T = TypeVar("T")
+
+_BEHIND = b"\xff" * 512
+"""Behind a prefix, it makes a key behind all that LMDB can have with the prefix, damaged or not."""
+
 
 class Reader:
     """The state of a store that a transaction sees."""
@@ -29,7 +34,6 @@ class Reader:
     def __init__(self, env: Environment, txn: Any) -> None:
         self._env, self._txn = env, txn
         self.values, self.keys, self.pushes = ValueReader(env, txn), KeyReader(env, txn), PushReader(env, txn)
-        self.graphs = GraphReader(env, txn)
 
     def get(self, name: BufferName) -> Record | None:
         """Return the buffer, expired or not. Raises `BufferCorrupt`."""
@@ -51,39 +55,51 @@ class Reader:
     def records(self, start: bytes, stop: bytes) -> Iterator[Record]:
         """Yield the buffers whose keys lie from `start` up to, but without, `stop`, in the order of their keys.
 
-        Damaged buffers are left out.
+        Damaged buffers are left out: a client that asks for one gets the error.
         """
-        with self._txn.cursor(db=self._env.buffers) as cursor:
-            if not cursor.set_range(start):
-                return
-            for key, sealed in cursor:
-                if bytes(key) >= stop:
-                    return
-                try:
-                    record = unpack_record(name_of(key), sealed)
-                except BufferCorrupt:
-                    continue  # a client that asks for this buffer gets the error
-                yield record
+        found = self._between(self._env.buffers, start, stop, unpack_record)
+        return (record for _, record in found if record is not None)
 
-    def stored_names(self, start: bytes, stop: bytes) -> Iterator[BufferName]:
-        """Yield the names of the buffers whose keys lie from `start` up to, but without, `stop`."""
-        with self._txn.cursor(db=self._env.buffers) as cursor:
+    def names_in(self, database: Any, start: bytes, stop: bytes) -> Iterator[BufferName]:
+        """Yield the names of the buffers, or graphs, whose keys lie from `start` up to, but without, `stop`."""
+        with self._txn.cursor(db=database) as cursor:
             if cursor.set_range(start):
                 keys = map(bytes, cursor.iternext(values=False))
                 yield from map(name_of, itertools.takewhile(lambda key: key < stop, keys))
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
         """Yield the buffers whose joined names begin with the prefix: name and record, None if that is damaged."""
-        start = prefix.encode()
-        with self._txn.cursor(db=self._env.buffers) as cursor:
+        return self._between(self._env.buffers, prefix.encode(), prefix.encode() + _BEHIND, unpack_record)
+
+    def graph(self, name: BufferName) -> StoredGraph | None:
+        """Return the graph. Raises `GraphCorrupt`."""
+        sealed = self._txn.get(name.joined.encode(), db=self._env.graphs)
+        return None if sealed is None else unpack_graph(name, sealed)
+
+    def graphs(self, start: bytes, stop: bytes) -> Iterator[StoredGraph]:
+        """Yield the graphs whose keys lie from `start` up to, but without, `stop`. Damaged graphs are left out."""
+        found = self._between(self._env.graphs, start, stop, unpack_graph)
+        return (graph for _, graph in found if graph is not None)
+
+    def sound_graphs(self, prefix: str = "") -> Iterator[tuple[BufferName, StoredGraph | None]]:
+        """Yield the graphs whose joined names begin with the prefix: name and graph, None if that is damaged."""
+        return self._between(self._env.graphs, prefix.encode(), prefix.encode() + _BEHIND, unpack_graph)
+
+    def _between(
+        self, database: Any, start: bytes, stop: bytes, unpack: Callable[[BufferName, memoryview], T]
+    ) -> Iterator[tuple[BufferName, T | None]]:
+        """Yield what has keys from `start` up to, but without, `stop`: name and content, None if it is damaged."""
+        if database is None:  # graphs in a store of format 6, which is only read
+            return
+        with self._txn.cursor(db=database) as cursor:
             if not cursor.set_range(start):
                 return
             for key, sealed in cursor:
-                if not bytes(key).startswith(start):
+                if bytes(key) >= stop:
                     return
                 name = name_of(key)
                 try:
-                    yield name, unpack_record(name, sealed)
+                    yield name, unpack(name, sealed)
                 except BufferCorrupt:
                     yield name, None
 

@@ -15,7 +15,6 @@ from service.buffers.lmdb.format import due_entry
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.lmdb.values import StoredGradient
-from service.buffers.names import BufferName
 from service.buffers.pushes import DRAFT
 from service.buffers.readonly import WRONG
 from service.buffers.record import Spec
@@ -28,9 +27,6 @@ class LmdbMoment(Reader):
 
     def streamed(self, spec: Spec, value: int | None) -> Iterator[Array]:
         return self.values.streamed(spec, value)
-
-    def sound_graphs(self, prefix: str = "") -> Iterator[tuple[BufferName, StoredGraph | None]]:
-        return self.graphs.all(prefix.encode(), prefix.encode() + b"\xff")
 
     def model(self, graph: StoredGraph) -> Iterator[Array]:
         try:

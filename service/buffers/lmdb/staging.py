@@ -7,6 +7,7 @@ import sys
 from service.buffers.gradients import Gradient
 from service.buffers.graphs import StoredGraph, check_count, pack_graph
 from service.buffers.lmdb.caches import WriterState
+from service.buffers.lmdb.format import key_range
 from service.buffers.lmdb.pushes import PushWriter
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.value_writer import ValueWriter
@@ -57,11 +58,9 @@ class Staging(Reader):
         self.writes += 1
         self.values.free_staged(place)
 
-    def graph(self, name: BufferName) -> StoredGraph | None:
-        return self.graphs.find(name)
-
     def admit_graph(self, namespace: str) -> None:
-        check_count(self.graphs.count(namespace), self._state.max_graphs)
+        names = self.names_in(self._env.graphs, *key_range(namespace, "", ""))
+        check_count(sum(1 for _ in names), self._state.max_graphs)
 
     def put_graph(self, name: BufferName, graph: StoredGraph | None) -> None:
         self.writes += 1

@@ -99,7 +99,7 @@ class LmdbStore(Store):
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         now = self._clock()
         with reading(self._env) as reader:
-            stored = reader.stored_names(*key_range(self.namespace, prefix, ""))
+            stored = reader.names_in(self._env.buffers, *key_range(self.namespace, prefix, ""))
             return [name.name for name in islice((each for each in stored if reader.may_live(each, now)), limit)]
 
     def record_bytes(self, names: Sequence[str]) -> int:
@@ -127,16 +127,15 @@ class LmdbStore(Store):
 
     def graph(self, name: str) -> StoredGraph:
         with reading(self._env) as reader:
-            return known(reader.graphs.find(BufferName(self.namespace, name)), name)
+            return known(reader.graph(BufferName(self.namespace, name)), name)
 
     def graphs(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[StoredGraph]:
         with reading(self._env) as reader:
-            found = reader.graphs.all(*key_range(self.namespace, prefix, after))
-            return [*islice((graph for _, graph in found if graph is not None), limit)]
+            return [*islice(reader.graphs(*key_range(self.namespace, prefix, after)), limit)]
 
     def graph_content(self, graph: StoredGraph) -> memoryview:
         with reading(self._env) as reader:
-            known(reader.graphs.find(BufferName(self.namespace, graph.name)), graph.name, graph.id)
+            known(reader.graph(BufferName(self.namespace, graph.name)), graph.name, graph.id)
             try:
                 return reader.values.load_bytes(graph.id, graph.nbytes).data.toreadonly()
             except BufferCorrupt:

@@ -12,7 +12,6 @@ from service.buffers.gradients import Gradient
 from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.environment import MARGIN_BYTES, Environment
 from service.buffers.lmdb.format import COUNT, DUE, NUMBER, TIME, due_entry, key_range, microseconds, name_of
-from service.buffers.lmdb.graphs import GraphReader
 from service.buffers.lmdb.keys import KeyWriter
 from service.buffers.lmdb.pushes import PushWriter
 from service.buffers.lmdb.slots import CHUNK_BYTES, RESERVE_BYTES, disk_full
@@ -45,7 +44,7 @@ class LmdbTransaction(Staging):
     def __init__(self, env: Environment, txn: Any, state: WriterState, oldest_key: int) -> None:
         self._env, self._txn, self._state, self._oldest = env, txn, state, oldest_key
         self.values, self.keys = ValueWriter(env, txn, state.values), KeyWriter(env, txn)
-        self.pushes, self.graphs, self.to_fold = PushWriter(env, txn), GraphReader(env, txn), {}
+        self.pushes, self.to_fold = PushWriter(env, txn), {}
         self.changed: dict[BufferName, Record | None] = {}
         """Records that `finish` stores, None to delete: a record that changes often is stored once."""
         self._counts: dict[str, int] = {}
@@ -71,7 +70,7 @@ class LmdbTransaction(Staging):
         return record
 
     def names(self, namespace: str, prefix: str) -> list[str]:
-        names = {name.name for name in self.stored_names(*key_range(namespace, prefix, ""))}
+        names = {name.name for name in self.names_in(self._env.buffers, *key_range(namespace, prefix, ""))}
         for full_name, record in self.changed.items():  # by requests before this one
             if full_name.namespace == namespace and full_name.name.startswith(prefix):
                 (names.discard if record is None else names.add)(full_name.name)
