@@ -83,6 +83,8 @@ def test_one_worker_trains(server: Any) -> None:
         assert model.step == step + 1
     expected, losses = reference(4, 1, 0.1)
     assert done.loss == pytest.approx(losses[-1], rel=1e-5)
+    kept = [server.buffers["lin.loss"].value(epoch=epoch, reduce="mean").item() for epoch in range(4)]
+    assert kept == pytest.approx(losses, rel=1e-5)
     for name, value in model.parameters().items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5)
 

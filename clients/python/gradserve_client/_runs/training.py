@@ -34,6 +34,9 @@ OPTIMIZERS = {"AdamWOptimizer": ("momentums_1", "momentums_2"), "SGDOptimizerV2"
 CLOSED_WAIT_SECONDS = 15.0
 """Seconds that a step waits for its epoch: alike in all workers, because their requests have one key."""
 
+KEPT_LOSSES = 20
+"""Closed epochs of the loss that are kept, at least: the page draws them. More would bound the contributors."""
+
 NO_CLIP = 1e300
 """A norm that no clipping reaches."""
 
@@ -182,7 +185,8 @@ def summed(prefix: str, info: GraphInfo, rules: Mapping[str, Any] | None = None)
         for letter, some in groups.items()
         for name, one in some.items()
     }
-    return {**sums, f"{prefix}loss": spec(shape=(), dtype="float64")}
+    kept = max(KEPT_LOSSES, (rules or {}).get("keep", 1))
+    return {**sums, f"{prefix}loss": spec(shape=(), dtype="float64", keep=kept)}
 
 
 def state(prefix: str, group: str, tensors: Mapping[str, GraphTensor]) -> list[tuple[str, BufferSpec]]:
@@ -228,7 +232,7 @@ def no_weights(info: GraphInfo) -> InvalidInput:
 def follow(prefix: str, rules: Mapping[str, Any], found: Mapping[str, BufferInfo]) -> None:
     """Warn in the log if the run has other rules than this worker gives."""
     given = canonical(rules)
-    its = canonical(asdict(found[f"{prefix}loss"]))
+    its = canonical(asdict(next(one for name, one in found.items() if name.startswith(f"{prefix}g."))))
     names = [name for name in given if name in rules and its[name] != given[name]]
     if differing := [f"{name} is {its[name]}, not {given[name]}" for name in names]:
         logger.warning(FOLLOWS, prefix, ", ".join(differing))
