@@ -16,7 +16,6 @@ from service.graphs.nodes.table import dtype_of
 from service.graphs.plan import Node
 from service.graphs.protobuf import Budget, Message, numbered
 from service.graphs.tensors import ATTRIBUTE, TENSOR, array_of, attribute_of, with_defaults
-from service.limits import MAX_RANK
 
 OPSETS = range(13, 24)
 """The versions of ONNX's own operators that a model may import."""
@@ -36,11 +35,10 @@ _DIMENSION = numbered("1:dim_value")
 
 @dataclass(frozen=True)
 class GraphLimits:
-    """The most nodes of a graph, the most bytes of its initializers, and the most dimensions of one of them."""
+    """The most nodes of a graph, and the most bytes of its initializers."""
 
     max_nodes: int = 20_000
     max_bytes: int = 1 << 31
-    max_dimensions: int = MAX_RANK
 
 
 DEFAULT_LIMITS = GraphLimits()
@@ -145,9 +143,6 @@ def _initializers(graph: Message, limits: GraphLimits) -> dict[str, Array]:
             raise InvalidGraph(f"the model has two initializers {shown(name)}")
         array = initializers[name] = array_of(one, f"the initializer {shown(name)}")
         size += array.nbytes
-        if array.ndim > limits.max_dimensions:
-            problem = f"the initializer {shown(name)} has {array.ndim} dimensions; the limit is {limits.max_dimensions}"
-            raise InvalidGraph(problem, limit=limits.max_dimensions)
         if size > limits.max_bytes:
             raise InvalidGraph(f"the initializers take more than {limits.max_bytes} bytes", limit=limits.max_bytes)
     return initializers

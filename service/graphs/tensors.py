@@ -33,7 +33,9 @@ def array_of(message: Message, label: str) -> Array:
     if "external_data" in message or message.int("data_location"):
         raise InvalidGraph(f"{label} has its data in another file: save the model in one file")
     shape, dtype = tuple(message.ints("dims").tolist()), dtype_of(message.int("data_type"))
-    if min(shape, default=0) < 0 or len(shape) > MAX_RANK:
+    if len(shape) > MAX_RANK:
+        raise InvalidGraph(f"{label} has {len(shape)} dimensions; the limit is {MAX_RANK}", limit=MAX_RANK)
+    if min(shape, default=0) < 0:
         raise InvalidGraph(f"{label} has the shape {shown(list(shape))}")
     if "raw_data" in message:
         data = message.data("raw_data")

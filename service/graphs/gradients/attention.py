@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from service.dtypes import Array
 from service.graphs.gradients.arrays import unbroadcast
 from service.graphs.gradients.tape import Tape, rule
-from service.graphs.nodes.attention import attend, heads, merged, options_of, scale_of, split
+from service.graphs.nodes.attention import Options, attend, heads, merged, scale_of, split
 from service.graphs.nodes.products import matmul
 from service.graphs.plan import Node
 from service.kernels.softmax import softmax_grad_13
@@ -18,13 +17,13 @@ from service.kernels.softmax import softmax_grad_13
 @rule("Attention")
 def _attention(tape: Tape, node: Node, dY: str) -> Sequence[str]:
     count = 4 if len(node.inputs) > 3 and node.inputs[3] in tape.on_the_way else 3
-    step = partial(_gradients, options_of(node), count)
+    step = partial(_gradients, node.attributes, count)
     gradients: Sequence[str] = tape.call(step, dY, *node.inputs, outputs=count)
     return gradients
 
 
 def _gradients(
-    options: dict[str, Any], count: int, dY: Array, Q: Array, K: Array, V: Array, mask: Array | None = None
+    options: Options, count: int, dY: Array, Q: Array, K: Array, V: Array, mask: Array | None = None
 ) -> tuple[Array, ...]:
     q, k, v = heads(Q, K, V, options)
     probabilities, tanh = attend(q, k, mask, options)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,28 +18,25 @@ from service.graphs.plan import Node
 from service.kernels import claim
 from service.kernels.softmax import softmax_13
 
+Options: TypeAlias = Mapping[str, Any]
+"""The attributes of a node."""
+
 
 @maker("Attention")
 def _attention(node: Node) -> Function:
     if any(node.inputs[4:]) or any(node.outputs[1:]):
         raise InvalidGraph("it has a cache of keys and values, or gives their products, which is not served")
-    return partial(attention, **options_of(node))
+    return partial(attention, node.attributes)
 
 
-def options_of(node: Node) -> dict[str, Any]:
-    """Return the attributes that `attention` takes."""
-    names = ("is_causal", "kv_num_heads", "q_num_heads", "scale", "softcap")
-    return {name: node.attributes[name] for name in names if name in node.attributes}
-
-
-def attention(Q: Array, K: Array, V: Array, mask: Array | None = None, **options: Any) -> Array:
+def attention(options: Options, Q: Array, K: Array, V: Array, mask: Array | None = None) -> Array:
     """Return softmax(Q @ K^T * scale + mask) @ V for each head, in the layout of Q. Raises `ShapeMismatch`."""
     q, k, v = heads(Q, K, V, options)
     probabilities, _ = attend(q, k, mask, options)
     return merged(matmul(probabilities, v), Q.ndim)
 
 
-def heads(Q: Array, K: Array, V: Array, options: dict[str, Any]) -> tuple[Array, Array, Array]:
+def heads(Q: Array, K: Array, V: Array, options: Options) -> tuple[Array, Array, Array]:
     """Return the tensors as [batch, heads, length, size], with as many heads of keys and values as of queries."""
     counts = [options.get(name, 0) for name in ("q_num_heads", "kv_num_heads", "kv_num_heads")]
     q, k, v = (split(one, count) for one, count in zip((Q, K, V), counts, strict=True))
@@ -71,7 +69,7 @@ def merged(tensor: Array, rank: int) -> Array:
     return contiguous(tensor.transpose(0, 2, 1, 3)).reshape(batch, length, count * size)
 
 
-def attend(q: Array, k: Array, mask: Array | None, options: dict[str, Any]) -> tuple[Array, Array | None]:
+def attend(q: Array, k: Array, mask: Array | None, options: Options) -> tuple[Array, Array | None]:
     """Return the probabilities [batch, heads, queries, keys], and, with softcap, the tanh of the scores."""
     scores, tanh = matmul(q, k, transB=1, alpha=scale_of(q, options)), None
     if softcap := options.get("softcap", 0.0):
@@ -90,7 +88,7 @@ def attend(q: Array, k: Array, mask: Array | None, options: dict[str, Any]) -> t
     return probabilities, tanh
 
 
-def scale_of(q: Array, options: dict[str, Any]) -> float:
+def scale_of(q: Array, options: Options) -> float:
     """Return what the products of queries and keys are multiplied with."""
     scale = options.get("scale")
     return 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)

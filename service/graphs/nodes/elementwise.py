@@ -52,10 +52,7 @@ def apply(function: Callable[..., Any], *arrays: Array, dtype: DType | None = No
 
     `dtype` is the result's, by default that of the arrays. Raises `DtypeMismatch` unless they share one.
     """
-    given = arrays[0].dtype
-    if any(array.dtype != given for array in arrays):
-        problem = f"the inputs are {', '.join(str(array.dtype) for array in arrays)}, but must share a dtype"
-        raise DtypeMismatch(problem)
+    given = shared_dtype(*arrays)
     shape = arrays[0].shape if len(arrays) == 1 else np.broadcast(*arrays).shape
     wide, out = WIDE.get(given, given), spare_memory(shape, dtype or given)
 
@@ -84,6 +81,14 @@ def apply(function: Callable[..., Any], *arrays: Array, dtype: DType | None = No
 
     share_out(compute_some, -(-len(parts) // SHARE))
     return out.reshape(shape)
+
+
+def shared_dtype(*arrays: Array) -> DType:
+    """Return the dtype of all arrays. Raises `DtypeMismatch`."""
+    dtype = arrays[0].dtype
+    if any(array.dtype != dtype for array in arrays):
+        raise DtypeMismatch(f"the inputs are {', '.join(str(one.dtype) for one in arrays)}, but must share a dtype")
+    return dtype
 
 
 def _parts(shape: Sequence[int]) -> list[Any]:
@@ -173,9 +178,7 @@ def _clip(x: Array, low: Array | None = None, high: Array | None = None) -> Arra
 
 @function_of("Where")
 def _where(condition: Array, x: Array, y: Array) -> Array:
-    if x.dtype != y.dtype:
-        raise DtypeMismatch(f"X is {x.dtype} and Y is {y.dtype}, but they must share a dtype")
-    out = spare_memory(np.broadcast(condition, x, y).shape, x.dtype)
+    out = spare_memory(np.broadcast(condition, x, y).shape, shared_dtype(x, y))
     out[...] = y
     np.copyto(out, x, where=condition)
     return out

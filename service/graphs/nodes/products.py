@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from service.dtypes import Array, compute_dtype
-from service.errors import DtypeMismatch, ShapeMismatch, shown
-from service.graphs.nodes.elementwise import apply, narrowed
+from service.errors import ShapeMismatch, shown
+from service.graphs.nodes.elementwise import apply, narrowed, shared_dtype
 from service.graphs.nodes.shapes import contiguous
-from service.graphs.nodes.table import Function, function_of, maker
-from service.graphs.plan import Node
+from service.graphs.nodes.table import function_of, maker
 from service.kernels import OPERATORS, check_work, claim
 
 SLOWNESS = 16
@@ -27,16 +26,11 @@ _PRODUCT = OPERATORS["FusedMatMul"]
 @function_of("MatMul")
 def matmul(A: Array, B: Array, **attributes: Any) -> Array:
     """Return the product of FusedMatMul, with its attributes."""
-    _share_a_dtype(A, B)
+    shared_dtype(A, B)
     assert _PRODUCT.multiply_adds is not None
     check_work("MatMul", _PRODUCT.multiply_adds(A, B, **attributes))
     product: Array = _PRODUCT.kernel(A, B, **attributes)
     return product
-
-
-def _share_a_dtype(*operands: Array) -> None:
-    if any(one.dtype != operands[0].dtype for one in operands):
-        raise DtypeMismatch(f"the inputs are {', '.join(str(one.dtype) for one in operands)}, but must share a dtype")
 
 
 @function_of("Gemm")
@@ -63,16 +57,13 @@ def _gemm(
     return apply(np.add, product, C if beta == 1 else apply(lambda x, out: np.multiply(x, beta, out=out), C))
 
 
-@maker("Einsum")
-def _einsum(node: Node) -> Function:
-    return partial(einsum, node.attributes["equation"])
+maker("Einsum")(lambda node: partial(einsum, node.attributes["equation"]))
 
 
 def einsum(equation: str, *operands: Array) -> Array:
     """Return the sum of products, taken two operands at a time. Raises `TensorTooLarge` for too much work."""
     *terms, result = letters(equation, operands)
-    _share_a_dtype(*operands)
-    dtype = operands[0].dtype
+    dtype = shared_dtype(*operands)
     claim(sum(one.size for one in operands) * compute_dtype(dtype).itemsize)
     wide = [one.astype(compute_dtype(dtype), copy=False) for one in operands]
     given = f"{','.join(terms)}->{result}"
