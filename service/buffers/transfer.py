@@ -146,8 +146,8 @@ def read(path: Path | None, limits: Limits, longest_name: int) -> Contents:
         tensor = tensors.get(name)
         if tensor is None or (tensor.shape, tensor.dtype) != (record.spec.shape, record.spec.dtype):
             raise MalformedBody(f"{what} has no tensor {name!r} as its metadata describes it")
-    for name, graph in graphs.items():
-        _check_name(what, name, graph.full_name, longest_name, "graph")
+    for name, (full_name, _) in graphs.items():
+        _check_name(what, name, full_name, longest_name, "graph")
     restores = [Restore(name=record.name, record=record, value=tensors[name]) for name, record in records.items()]
     return Contents(restores, [*graphs.values()])
 

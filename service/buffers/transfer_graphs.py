@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -36,11 +36,8 @@ _GRAPH: Members = {
 }
 
 
-class SavedGraph(NamedTuple):
-    """A graph of a file, and the change that makes it again."""
-
-    full_name: BufferName
-    change: PutGraph
+SavedGraph: TypeAlias = tuple[BufferName, PutGraph]
+"""A graph of a file, and the change that makes it again."""
 
 
 def sound(moment: Moment, prefix: str) -> dict[str, StoredGraph]:
@@ -93,4 +90,4 @@ def _saved(what: str, tensor: str, members: Mapping[str, Any], numbers: Array | 
     name = name.removeprefix(ROOM)
     options, created = members["options"], float(members["created"])
     change = PutGraph(name=name, content=content, digest=members["digest"], options=options, created=created)
-    return SavedGraph(BufferName(namespace, name), change)
+    return BufferName(namespace, name), change

@@ -107,13 +107,6 @@ class Job(NamedTuple):
     """Where outputs go in shared memory."""
 
 
-def find(name: str) -> Operator:
-    """Return the operator with this name. Raises `UnknownOperator`."""
-    if name not in OPERATORS:
-        raise unknown_operator(name)
-    return OPERATORS[name]
-
-
 def unknown_operator(name: str) -> UnknownOperator:
     """Return the error of a name that no operator has. It suggests a name that is almost the same, or goes on."""
     first, given = name[:1].lower(), name.lower()

@@ -20,7 +20,7 @@ from service.api.http.routing import access
 from service.api.http.tensor_forms import read_tensor
 from service.api.operators import openapi
 from service.api.operators.descriptions import OperatorInfo, OperatorList, describe
-from service.api.operators.job import BufferUse, Job, buffers_of, find, is_output, unknown_operator
+from service.api.operators.job import BufferUse, Job, buffers_of, is_output, unknown_operator
 from service.api.operators.models import attribute_fields
 from service.api.operators.run import Result, run
 from service.codecs import json as json_codec
@@ -44,7 +44,9 @@ async def list_operators(call: CurrentCall) -> JsonAnswer[OperatorList]:
 @access("ops")
 async def get_operator(call: CurrentCall, op: str) -> JsonAnswer[OperatorInfo]:
     """Its formula, inputs, outputs, attributes and an example. Raises `unknown_operator`."""
-    return JsonAnswer(describe(find(op)))
+    if op not in OPERATORS:
+        raise unknown_operator(op)
+    return JsonAnswer(describe(OPERATORS[op]))
 
 
 _NONE: Any = ()
@@ -110,12 +112,6 @@ def wanted_outputs(operator: Operator, outputs: str | None) -> list[str] | None:
         problem = f"outputs is {shown(outputs)}, but must name some of {known}, each once"
         raise InvalidParameter(problem, parameter="outputs")
     return names
-
-
-async def run_operator(call: Call, operator: Operator, query: EndpointQuery) -> Answer:
-    """Answer a request that runs the operator."""
-    types = media_types(call)
-    return await answer_body(call, operator, query, types, await read_body(call))
 
 
 async def answer_body(
@@ -215,7 +211,8 @@ def add_endpoint(operator: Operator) -> None:
     """Give the operator its endpoint."""
 
     async def endpoint(call, query):  # type: ignore[no-untyped-def]
-        return await run_operator(call, operator, query)
+        types = media_types(call)
+        return await answer_body(call, operator, query, types, await read_body(call))
 
     endpoint.__annotations__ = {
         "call": CurrentCall,

@@ -18,9 +18,9 @@ from service.api.http.body import INLINE_MEMBERS
 from service.api.http.call import Call
 from service.api.http.negotiation import wanted_coding
 from service.api.http.offload import ALONE_BYTES, INLINE_BYTES, INLINE_HALF_BYTES, INLINE_TEXT_BYTES
-from service.api.operators.job import Job, chosen
+from service.api.operators.job import Job, Use, chosen
 from service.api.operators.shared_memory import write_outputs
-from service.api.operators.sources import NO_SOURCES, Sources, read, until_closed
+from service.api.operators.sources import read, until_closed
 from service.api.operators.targets import changes_of, kept_of
 from service.buffers import failpoints
 from service.buffers.changes import Change
@@ -59,7 +59,8 @@ class _Computed(NamedTuple):
 
     answered: Mapping[str, Array]
     changes: Sequence[Change]
-    sources: Sources
+    sources: Mapping[Use, str]
+    """The state of the buffer of each source."""
     key: Key | None
     outcome: Outcome | None = None
     """The outcome of a repeated request whose answer is known; it needs no other step."""
@@ -109,7 +110,7 @@ async def _attempt(
     if outcome is None:
         kept = b"" if computed.key is None else kept_of(answered)
         failpoints.hit("computed")
-        states = [] if kept else [*computed.sources.states.values()]
+        states = [] if kept else [*computed.sources.values()]
         outcome = await call.submit(computed.changes, computed.key, states, answer=kept, by_prefix=use.by_prefix)
         if outcome.answer:
             answered = _restored(call, job, outcome.answer)
@@ -181,17 +182,15 @@ def _computed(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:
     if (repeated := _repeated(call, job, key, known)) is not None:
         return repeated
     try:
-        sources, tensors = NO_SOURCES, job.tensors
-        if use.sources:
-            sources = read(call, job)
-            tensors = {**tensors, **sources.tensors}
+        held, sources = read(call, job) if use.sources else ({}, {})
+        tensors = {**job.tensors, **held} if held else job.tensors
         if known is not None:
             _check_unchanged(sources, known.sources, known.receipts)
         outputs = _outputs(call, job, tensors, inline)
         if not use.targets:
             return _Computed(outputs, (), sources, key)
         answered = {name: output for name, output in outputs.items() if _is_answered(job, name, output)}
-        return _Computed(answered, changes_of(call, use, outputs, sources.states), sources, key)
+        return _Computed(answered, changes_of(call, use, outputs, sources), sources, key)
     except GradserveError as error:
         if known is None:  # another may have made the same request meanwhile
             repeated = _repeated(call, job, key, recalled(call.store, key, names))
@@ -213,7 +212,7 @@ def _repeated(call: Call, job: Job, key: Key | None, known: Known | None) -> _Co
     for record in call.store.look({BufferName(call.store.namespace, name) for name in known.receipts}).values():
         check_same_buffer(record, known)
     answered = _restored(call, job, known.answer) if known.answer else {}
-    return _Computed(answered, (), NO_SOURCES, key, Outcome(known.receipts, replayed=True))
+    return _Computed(answered, (), {}, key, Outcome(known.receipts, replayed=True))
 
 
 def _restored(call: Call, job: Job, kept: bytes) -> Mapping[str, Array]:
@@ -275,8 +274,8 @@ def _beyond_body(call: Call, job: Job) -> Reserve:
     return reserve
 
 
-def _check_unchanged(now: Sources, before: Sequence[str], receipts: Mapping[str, Receipt]) -> None:
+def _check_unchanged(now: Mapping[Use, str], before: Sequence[str], receipts: Mapping[str, Receipt]) -> None:
     """Raise `EpochGone` if a source has changed since the original request, which read the states `before`."""
-    for (use, state), old in zip(now.states.items(), before, strict=False):  # a first request has no `before`
+    for (use, state), old in zip(now.items(), before, strict=False):  # a first request has no `before`
         if old != state:
             raise counted_once(f"its input, the buffer {use.buffer!r}, has changed since", receipts)

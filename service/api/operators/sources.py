@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from service.api.buffers.preconditions import recalled
 from service.api.buffers.request import RECEIPT_BYTES, RECORD_FACTOR, closed_due
@@ -18,16 +17,6 @@ from service.buffers.record import Key, Snapshot, unknown_prefix
 from service.dtypes import Array
 from service.errors import EpochOpen, InvalidParameter, NothingToAverage
 from service.kernels.accumulate import converted
-
-
-class Sources(NamedTuple):
-    """The inputs that buffers hold, and the state of the buffer of each."""
-
-    tensors: Mapping[str, Array] = {}
-    states: Mapping[Use, str] = {}
-
-
-NO_SOURCES = Sources()
 
 
 def expanded(call: Call, job: Job, uses: Sequence[Use]) -> list[Use]:
@@ -52,10 +41,11 @@ def expanded(call: Call, job: Job, uses: Sequence[Use]) -> list[Use]:
     return found
 
 
-def read(call: Call, job: Job) -> Sources:
+def read(call: Call, job: Job) -> tuple[dict[str, Array], dict[Use, str]]:
     """Read the buffers, in memory that is reserved first: those that run at one moment.
 
-    Raises what `Store.read` raises, `InvalidParameter` for an input that the body has, too, and `NothingToAverage`.
+    Return the inputs that they hold, and the state of the buffer of each. Raises what `Store.read` raises,
+    `InvalidParameter` for an input that the body has, too, and `NothingToAverage`.
     """
     uses = expanded(call, job, job.buffers.sources)
     for use in uses:
@@ -68,7 +58,7 @@ def read(call: Call, job: Job) -> Sources:
         found = _snapshots(call, [use.buffer for use in chosen], epoch, 2 if job.buffers.mean else 1)
         snapshots.update(zip(chosen, found, strict=True))
     states = {use: snapshots[use].state for use in uses}
-    return Sources({use.tensor: _value(snapshots.pop(use), job.buffers.mean) for use in uses}, states)
+    return {use.tensor: _value(snapshots.pop(use), job.buffers.mean) for use in uses}, states
 
 
 def _snapshots(call: Call, names: Sequence[str], epoch: int | None, copies: int) -> list[Snapshot]:

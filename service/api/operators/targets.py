@@ -29,7 +29,8 @@ def changes_of(call: Call, use: BufferUse, outputs: Mapping[str, Any], sources: 
         target = use.target_of(tensor)
         if target is None:
             continue
-        _check_float(tensor, output)
+        if NAMES[output.dtype] not in FLOATS.dtypes:
+            raise DtypeMismatch(f"{tensor} is {output.dtype}, but a buffer holds floats", tensor=tensor)
         name = target.buffer
         if name in changes:
             problem = f"{tensor} goes to the buffer {name!r} as another output does, but a request may change each once"
@@ -43,12 +44,6 @@ def changes_of(call: Call, use: BufferUse, outputs: Mapping[str, Any], sources: 
             changes[name] = Add(weight=use.weight, epoch=use.epoch, contributor=use.contributor, **given)
     call.reserve(RECEIPT_BYTES * len(changes))
     return [*changes.values(), *(Unchanged(name=name, state=state) for name, state in states.items())]
-
-
-def _check_float(name: str, output: Any) -> None:
-    """Raise `DtypeMismatch` if an output that goes to a buffer is no float here."""
-    if NAMES[output.dtype] not in FLOATS.dtypes:
-        raise DtypeMismatch(f"{name} is {output.dtype}, but a buffer holds floats", tensor=name)
 
 
 def kept_of(answered: Mapping[str, Array]) -> bytes:

@@ -64,7 +64,10 @@ Slots win from about 8 MB on.
 
 from __future__ import annotations
 
+import itertools
 import struct
+from collections.abc import Iterator
+from typing import Any
 
 from service.buffers.names import BufferName
 from service.buffers.record import Record
@@ -125,3 +128,11 @@ def key_range(namespace: str, prefix: str, after: str) -> tuple[bytes, bytes]:
     behind = BufferName(namespace, after).joined.encode() + b"\0"
     stop = own + b"\xff"  # which is in no UTF-8
     return max(own, behind), stop if namespace else min(stop, b"~")
+
+
+def with_prefix(txn: Any, database: Any, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield the entries of the database whose keys begin with the prefix, in the order of the keys."""
+    with txn.cursor(db=database) as cursor:
+        if cursor.set_range(prefix):
+            entries = ((bytes(key), content) for key, content in cursor)
+            yield from itertools.takewhile(lambda entry: entry[0].startswith(prefix), entries)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import KEYS, TIME, USE, microseconds
+from service.buffers.lmdb.format import KEYS, TIME, USE, microseconds, with_prefix
 from service.buffers.packed import digest_of, pack_known, unpack_known
 from service.buffers.record import Key, Known
 from service.buffers.sealed import seal, seed_of, unseal
@@ -61,14 +61,8 @@ class KeyReader:
 
     def uses(self) -> dict[str, Use]:
         """Return the stored use of each namespace."""
-        uses = {}
-        with self._txn.cursor(db=self._env.meta) as cursor:
-            more = cursor.set_range(KEYS)
-            while more and bytes(cursor.key()).startswith(KEYS):
-                namespace = bytes(cursor.key()[len(KEYS) :]).decode(errors="replace")
-                uses[namespace] = _unpacked(cursor.value())
-                more = cursor.next()
-        return uses
+        stored = with_prefix(self._txn, self._env.meta, KEYS)
+        return {key[len(KEYS) :].decode(errors="replace"): _unpacked(use) for key, use in stored}
 
     def count_all(self) -> dict[str, Use]:
         """Count the entries of each namespace."""

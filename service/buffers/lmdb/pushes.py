@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Iterator
 from typing import Any
 
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import FORGET, TIME, microseconds
+from service.buffers.lmdb.format import FORGET, TIME, microseconds, with_prefix
 from service.buffers.packed import pack_push, unpack_push
 from service.buffers.pushes import MAX_STORED_BYTES, Push, PushName
 from service.buffers.sealed import seal, seed_of, unseal
@@ -59,11 +58,7 @@ class PushReader:
         return entry is not None and is_over(entry, now)
 
     def _stored(self, namespace: str | None) -> Iterator[tuple[bytes, memoryview]]:
-        start = b"" if namespace is None else _key((namespace, ""))
-        with self._txn.cursor(db=self._env.pushes) as cursor:
-            if cursor.set_range(start):
-                stored = ((bytes(key), sealed) for key, sealed in cursor)
-                yield from itertools.takewhile(lambda each: each[0].startswith(start), stored)
+        return with_prefix(self._txn, self._env.pushes, b"" if namespace is None else _key((namespace, "")))
 
 
 class PushWriter(PushReader):

@@ -11,7 +11,18 @@ from typing import Any, TypeVar
 
 from service.buffers.graphs import StoredGraph, unpack_graph
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import CLOCK, CLOCK_SEED, COUNT, DATABASES, DUE, NUMBER, TIME, microseconds, name_of
+from service.buffers.lmdb.format import (
+    CLOCK,
+    CLOCK_SEED,
+    COUNT,
+    DATABASES,
+    DUE,
+    NUMBER,
+    TIME,
+    microseconds,
+    name_of,
+    with_prefix,
+)
 from service.buffers.lmdb.keys import KeyReader
 from service.buffers.lmdb.pages import faults_of
 from service.buffers.lmdb.pushes import PushReader
@@ -116,14 +127,8 @@ class Reader:
 
     def counts(self) -> dict[str, int]:
         """Return the stored count of buffers of each namespace."""
-        counts = {}
-        with self._txn.cursor(db=self._env.meta) as cursor:
-            more = cursor.set_range(COUNT)
-            while more and bytes(cursor.key()).startswith(COUNT):
-                namespace = bytes(cursor.key()[len(COUNT) :]).decode(errors="replace")
-                counts[namespace] = int.from_bytes(cursor.value(), "big")  # of any length, if it is damaged
-                more = cursor.next()
-        return counts
+        stored = with_prefix(self._txn, self._env.meta, COUNT)  # a damaged count may have any length
+        return {key[len(COUNT) :].decode(errors="replace"): int.from_bytes(count, "big") for key, count in stored}
 
     def count_all(self) -> dict[str, int]:
         """Count the buffers of each namespace."""
