@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from service.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Array, DType, cast
+from service.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Array, DType
 from service.kernels import claim
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,11 +44,6 @@ def unbroadcast(gradient: Array, shape: tuple[int, ...]) -> Array:
 def dtype_of(tensor: Array) -> DType:
     """Return the tensor's dtype."""
     return tensor.dtype
-
-
-def as_dtype(gradient: Array, dtype: DType) -> Array:
-    """Return the gradient as this dtype."""
-    return gradient if gradient.dtype == dtype else cast(gradient, dtype)
 
 
 def rounded_once(function: F) -> F:

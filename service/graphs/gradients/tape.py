@@ -12,7 +12,8 @@ import numpy as np
 
 from service.dtypes import Array
 from service.errors import GradserveError, InvalidGraph, ShapeMismatch
-from service.graphs.gradients.arrays import as_dtype, dtype_of, unbroadcast
+from service.graphs.gradients.arrays import dtype_of, unbroadcast
+from service.graphs.nodes.elementwise import converted
 from service.graphs.nodes.table import with_attributes
 from service.graphs.plan import Node, Step
 
@@ -153,7 +154,7 @@ class Tape:
 
     def typed(self, gradient: str, tensor: str) -> str:
         """Return the name of the gradient in the dtype of a tensor."""
-        name: str = self.call(as_dtype, gradient, self.early(dtype_of, tensor))
+        name: str = self.call(converted, gradient, self.early(dtype_of, tensor))
         return name
 
     @property

@@ -102,14 +102,12 @@ def _parts(shape: Sequence[int]) -> list[Any]:
     return [(*place, piece) for place in np.ndindex(*shape[:axis]) for piece in pieces]
 
 
-def narrowed(wide: Array, dtype: DType) -> Array:
-    """Return the numbers as `dtype`, rounded once."""
-    claim(wide.size * dtype.itemsize)
-    return cast(wide, dtype)
-
-
-def _converted(x: Array, dtype: DType) -> Array:
-    return x if x.dtype == dtype else narrowed(x, dtype)
+def converted(array: Array, dtype: DType) -> Array:
+    """Return the numbers as this dtype, rounded once."""
+    if array.dtype == dtype:
+        return array
+    claim(array.size * dtype.itemsize)
+    return cast(array, dtype)
 
 
 @maker(*FOLDS)
@@ -136,7 +134,7 @@ SIMPLE: dict[str, Function] = {
     "Div": partial(apply, divide),
     "Mod": lambda a, b, *, fmod=0: apply(np.fmod if fmod else np.mod, a, b),
     "BitShift": lambda x, y, *, direction: apply(np.left_shift if direction == "LEFT" else np.right_shift, x, y),
-    "CastLike": lambda x, like: _converted(x, like.dtype),
+    "CastLike": lambda x, like: converted(x, like.dtype),
     "Identity": lambda x: x,
 }
 """The functions that take a line."""
@@ -147,13 +145,13 @@ for _op, _function in SIMPLE.items():
 
 @maker("Cast")
 def _cast(node: Node) -> Function:
-    return partial(_converted, dtype=dtype_of(node.attributes["to"]))
+    return partial(converted, dtype=dtype_of(node.attributes["to"]))
 
 
 @function_of("Pow")
 def _power(base: Array, exponent: Array) -> Array:
     if base.dtype.kind in "iu" and exponent.dtype.kind not in "iu":
-        return _converted(_power(base.astype(np.float64), exponent), base.dtype)
+        return converted(_power(base.astype(np.float64), exponent), base.dtype)
     if exponent.size == 1 and base.ndim >= exponent.ndim:
         number = exponent.item()
         return apply(lambda x, out: np.power(x, number, out=out, dtype=out.dtype), base)

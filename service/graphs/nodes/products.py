@@ -12,7 +12,7 @@ import numpy as np
 
 from service.dtypes import Array, compute_dtype
 from service.errors import ShapeMismatch, shown
-from service.graphs.nodes.elementwise import apply, narrowed, shared_dtype
+from service.graphs.nodes.elementwise import apply, converted, shared_dtype
 from service.graphs.nodes.shapes import contiguous
 from service.graphs.nodes.table import function_of, maker
 from service.kernels import OPERATORS, check_work, claim
@@ -69,8 +69,7 @@ def einsum(equation: str, *operands: Array) -> Array:
     given = f"{','.join(terms)}->{result}"
     path, _ = np.einsum_path(given, *wide, optimize="greedy")
     _check_path(path[1:], terms, result, operands)
-    total = contiguous(np.asarray(np.einsum(given, *wide, optimize=path)))
-    return total if total.dtype == dtype else narrowed(total, dtype)
+    return converted(contiguous(np.asarray(np.einsum(given, *wide, optimize=path))), dtype)
 
 
 def letters(equation: str, operands: Sequence[Array]) -> list[str]:
