@@ -14,7 +14,7 @@ from service.api.buffers.models import ListQuery, Receipt
 from service.api.buffers.openapi import DELETED, ETAG, MANY, ONE, READING, REPLAYED, UNCHANGED
 from service.api.buffers.preconditions import key_of, known_tag, refuse_headers
 from service.api.buffers.receipts import replayed
-from service.api.buffers.request import check_no_body, receive
+from service.api.buffers.request import receive_no_body
 from service.api.http.answer import Answer, JsonAnswer
 from service.api.http.body import read_body
 from service.api.http.call import GRAPHS, Call, CurrentCall
@@ -228,8 +228,7 @@ async def get_model(call: CurrentCall, name: str) -> Answer:
 async def delete_graph(call: CurrentCall, name: str) -> Answer:
     """Buffers stay. Raises `unknown_graph`."""
     check_no_query(call)
-    received = await receive(call)
-    check_no_body(received)
+    received = await receive_no_body(call)
     outcome = await call.submit([], received.key, graph=DeleteGraph(name=check_name(name)))
     return Answer(status=204, fields=replayed(outcome))
 

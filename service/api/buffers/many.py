@@ -33,12 +33,12 @@ from service.api.buffers.receipts import answer_outcome, read_values
 from service.api.buffers.request import (
     RECORD_FACTOR,
     Received,
-    check_no_body,
     closed_due,
     form_of,
     parse_model,
     parse_models,
     receive,
+    receive_no_body,
     reserved,
     submit,
 )
@@ -203,8 +203,7 @@ async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -
     """All or none go, with their closed epochs; without a buffer this succeeds. Raises `invalid_parameter`."""
     prefix = _wide_prefix(query)
     refuse_headers(call, "If-Match")
-    received = await receive(call)
-    check_no_body(received)
+    received = await receive_no_body(call)
 
     names = await names_with_prefix(call, received, prefix)
     outcome = await change_all(call, received, names, lambda name: Delete(name=name), prefix, may_fit_none=True)

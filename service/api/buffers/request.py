@@ -73,10 +73,12 @@ async def receive(call: Call, *, changes: bool = True) -> Received:
     return Received(body, sent, answers, key)
 
 
-def check_no_body(received: Received) -> None:
-    """Raise `Invalid` if the request has a body, which nothing would read."""
+async def receive_no_body(call: Call) -> Received:
+    """Receive a request without a body. Raises `Invalid` if it has one, which nothing would read."""
+    received = await receive(call)
     if not received.is_empty:
         raise Invalid("This request takes no body; its parameters go in the query, like ?min_count=3")
+    return received
 
 
 def parse_model(received: Received, model: type[M], max_bytes: int) -> M:

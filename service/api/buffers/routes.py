@@ -24,7 +24,7 @@ from service.api.buffers.models import (
 )
 from service.api.buffers.preconditions import formed, known_tag, match_of, refuse_headers, states_not_wanted
 from service.api.buffers.receipts import VARY, answer_outcome, read_values, replayed
-from service.api.buffers.request import check_no_body, form_of, parse_model, read_after_closing_due, receive, submit
+from service.api.buffers.request import form_of, parse_model, read_after_closing_due, receive, receive_no_body, submit
 from service.api.buffers.specs import MAX_RULES_BYTES, NewBuffer, NewRules, rules_of
 from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.call import Call, CurrentCall
@@ -156,8 +156,7 @@ async def set_rules(call: CurrentCall, name: str) -> Answer:
 async def delete_buffer(call: CurrentCall, name: str) -> Answer:
     """The value and all closed epochs go, too. Raises `unknown_buffer`."""
     check_no_query(call)
-    received = await receive(call)
-    check_no_body(received)
+    received = await receive_no_body(call)
     outcome = await submit(call, received, [Delete(name=check_name(name), match=match_of(call))])
     return Answer(status=204, fields=replayed(outcome))
 
@@ -224,8 +223,7 @@ async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQu
 async def zero(call: CurrentCall, name: str) -> Answer:
     """The epoch ends without a value that can be read. Raises `unknown_buffer`."""
     check_no_query(call)
-    received = await receive(call)
-    check_no_body(received)
+    received = await receive_no_body(call)
     outcome = await submit(call, received, [Zero(name=check_name(name), match=match_of(call))])
     return await answer_outcome(call, received.answers, outcome, "list", single=True)
 
@@ -241,8 +239,7 @@ async def take(call: CurrentCall, name: str, query: Annotated[TakeQuery, Query()
     """The next epoch begins at zero. With `timeout`, the request waits until `min_count` gradients are in. Raises
     `unknown_buffer`, `too_few_gradients`, `stale_epoch` and `nothing_to_average`.
     """
-    received = await receive(call)
-    check_no_body(received)
+    received = await receive_no_body(call)
     change = new_take(query, check_name(name), match_of(call))
     wanted = form_of(call, received.answers, query) if query.answered == "value" else None
     outcome = await call.wait_for(query.timeout, lambda: submit(call, received, [change], wanted), change.match or ANY)
