@@ -1,4 +1,4 @@
-"""Values that several requests use: planned graphs, and parameters that have not changed."""
+"""Values that several requests use: planned graphs, parameters that have not changed, and statistics of buffers."""
 
 from __future__ import annotations
 

@@ -44,3 +44,15 @@ def test_a_value_that_is_too_large_is_not_kept_and_moves_no_other(cache: Cache, 
     cache.put("a", 1, "a", 100)
     cache.put("b", 1, "b", 101)
     assert (cache.get("a", 1), cache.get("b", 1), sizes[-1]) == ("a", None, 100)
+
+
+def test_a_value_that_gets_smaller_makes_room() -> None:
+    cache = Cache(10)
+    for key in "abc":
+        cache.put(key, None, key, 3)
+    assert cache.get("a", None) == "a"
+    cache.put("d", None, "d", 4)
+    assert [cache.get(key, None) for key in "abcd"] == ["a", None, "c", "d"]
+    cache.put("d", None, "D", 1)
+    cache.put("e", None, "e", 3)
+    assert [cache.get(key, None) for key in "acde"] == ["a", "c", "D", "e"]

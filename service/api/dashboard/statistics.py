@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import orjson
@@ -20,8 +18,7 @@ from service.api.dashboard.summary import Summary, of_zeros, summarize
 from service.api.http.answer import written
 from service.buffers.epochs import Closed
 from service.buffers.record import Record, Snapshot
-
-V = TypeVar("V")
+from service.engine.cache import Cache
 
 BURST_ELEMENTS = 1 << 24
 """Elements that a request for many buffers computes at once: 64 MB of float32, 60 to 110 ms of one thread."""
@@ -89,29 +86,6 @@ class Computed:
         }
 
 
-class Cache(Generic[V]):
-    """Values that take up to `max_bytes` together; those that were used last. Thread-safe."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._bytes, self._lock = max_bytes, 0, threading.Lock()
-        self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
-
-    def get(self, key: Hashable) -> V | None:
-        with self._lock:
-            if key not in self._values:
-                return None
-            self._values.move_to_end(key)
-            return self._values[key][0]
-
-    def put(self, key: Hashable, value: V, size: int) -> None:
-        """Keep a value of `size` bytes in place of an earlier value of the key."""
-        with self._lock:
-            self._bytes += size - self._values.pop(key, (None, 0))[1]
-            self._values[key] = value, size
-            while self._bytes > self._max_bytes:
-                self._bytes -= self._values.popitem(last=False)[1][1]
-
-
 class Budget:
     """The elements that requests for many buffers may compute: `BURST_ELEMENTS`, and `RATE_ELEMENTS` more a second."""
 
@@ -137,27 +111,24 @@ class BufferStatistics:
 
     def __init__(self) -> None:
         self.budget = Budget()
-        self._states: Cache[Computed] = Cache(MAX_STATES_BYTES)
+        self._states = Cache(MAX_STATES_BYTES)
         """By id, the running sum as it was computed last; by id and epoch, a closed epoch."""
         self._flights: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
 
     def flight(self, key: Hashable) -> AbstractAsyncContextManager[None]:
         """Let one request compute at a time for this key. Those that wait then find its results."""
-        lock = self._flights.get(key)
-        if lock is None:
-            self._flights[key] = lock = asyncio.Lock()
-        return lock
+        return self._flights.setdefault(key, asyncio.Lock())
 
     def of(self, record: Record, state: Record | Closed) -> Computed | None:
         """Return the statistics of this state of the buffer, None if they are not known. Zeros cost nothing."""
         if state.value is None:
             return Computed.of(state, of_zeros(record.spec.size))
-        computed = self._states.get(_key(record, state))
+        computed: Computed | None = self._states.get(_key(record, state), None)
         return computed if computed is not None and computed.is_of(state) else None
 
     def last(self, record: Record) -> Computed | None:
         """Return the last statistics of the running sum, perhaps of an earlier state."""
-        return self.of(record, record) or self._states.get(record.id)
+        return self.of(record, record) or self._states.get(record.id, None)
 
     def computed(self, snapshot: Snapshot) -> Computed:
         """Return the statistics of a value. They are computed and kept if they are not known."""
@@ -165,7 +136,7 @@ class BufferStatistics:
         computed = self.of(record, state)
         if computed is None:
             computed = Computed.of(state, summarize(snapshot.value))
-            self._states.put(_key(record, state), computed, computed.nbytes)
+            self._states.put(_key(record, state), None, computed, computed.nbytes)
         return computed
 
 

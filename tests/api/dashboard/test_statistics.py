@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from service.api.dashboard import buffers, statistics
-from service.api.dashboard.statistics import BURST_ELEMENTS, RATE_ELEMENTS, Budget, Cache
+from service.api.dashboard.statistics import BURST_ELEMENTS, RATE_ELEMENTS, Budget
 from service.api.dashboard.summary import Summary, heat_map, summarize
 from service.dtypes import DTYPES, FLOATS, Array
 from service.keys import add as add_key
@@ -316,18 +316,6 @@ def test_the_memory_of_a_value_is_reserved_while_it_is_read(monkeypatch: pytest.
 
 
 # ----- what is kept, and how much is computed -----
-
-
-def test_a_cache_keeps_what_was_used_last() -> None:
-    cache: Cache[str] = Cache(10)
-    for key in "abc":
-        cache.put(key, key, 3)
-    assert cache.get("a") == "a"
-    cache.put("d", "d", 4)
-    assert [cache.get(key) for key in "abcd"] == ["a", None, "c", "d"]
-    cache.put("d", "D", 1)
-    cache.put("e", "e", 3)
-    assert [cache.get(key) for key in "acde"] == ["a", "c", "D", "e"]
 
 
 def test_a_budget_fills_with_time() -> None:
