@@ -222,6 +222,12 @@ def test_only_weights_of_the_model_can_be_set(client: httpx.Client, text: str) -
     assert ok(client.get("/v1/graphs"))["graphs"] == []
 
 
+def test_two_weights_cannot_be_set_into_one_buffer(client: httpx.Client) -> None:
+    answer = put(client, set=["parameters.w:m", "parameters.b:m"])
+    assert_problem(answer, 422, "invalid_parameter", "a request may change each once")
+    assert ok(client.get("/v1/graphs"))["graphs"] == []
+
+
 def test_a_model_without_weights_of_its_own_sets_none(client: httpx.Client) -> None:
     answer = put(client, content=trained()[0], set="parameters:m.p.*")
     assert_problem(answer, 422, "invalid_parameter", "set", "the model has no weights of its own")
