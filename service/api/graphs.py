@@ -30,7 +30,7 @@ from service.buffers.graph_changes import DeleteGraph, PutGraph
 from service.buffers.graphs import StoredGraph
 from service.buffers.names import check_length, check_name
 from service.buffers.record import Key
-from service.errors import InvalidParameter, UnsupportedMediaType, shown
+from service.errors import Invalid, InvalidParameter, UnsupportedMediaType, shown
 
 if TYPE_CHECKING:
     from service.graphs.graph import Graph
@@ -183,7 +183,11 @@ def _weights(call: Call, graph: Graph, texts: Sequence[str]) -> list[Change]:
         raise InvalidParameter(problem, parameter="set")
     groups = {name.partition(".")[0] for name in initial}
     inputs = [one for one in graph.operator("").inputs if one.name in groups]
-    return changes_of(call, BufferUse(targets=uses_of([("set", text) for text in texts], inputs)), initial)
+    use = BufferUse(targets=uses_of([("set", text) for text in texts], inputs))
+    buffers = [target.buffer for target in map(use.target_of, initial) if target is not None]
+    if len({*buffers}) < len(buffers):
+        raise Invalid("A request may change each buffer once")
+    return changes_of(call, use, initial)
 
 
 @router.get("", summary="List the graphs")

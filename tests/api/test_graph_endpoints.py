@@ -224,7 +224,7 @@ def test_only_weights_of_the_model_can_be_set(client: httpx.Client, text: str) -
 
 def test_two_weights_cannot_be_set_into_one_buffer(client: httpx.Client) -> None:
     answer = put(client, set=["parameters.w:m", "parameters.b:m"])
-    assert_problem(answer, 422, "invalid_parameter", "a request may change each once")
+    assert_problem(answer, 422, "invalid_request", "A request may change each buffer once")
     assert ok(client.get("/v1/graphs"))["graphs"] == []
 
 
