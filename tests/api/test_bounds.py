@@ -13,6 +13,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
+import onnx
 import pytest
 
 from service.api.http.admission import SMALL_BYTES
@@ -114,6 +115,7 @@ BODIES = {
     ],
     "POST /v1/buffers/{name}/accumulate": TENSORS,
     "POST /v1/ops/{op}": [*TENSORS, Worst(b'{"X":', b"[", b"")],
+    "POST /v1/graphs/{name}": [*TENSORS, Worst(b'{"x":[', b"[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]],", b"[]]}", 1 << 24)],
     "POST /v2/models/{op}/infer": [
         Worst(b'{"inputs":[', b"{},", b"{}]}"),
         Worst(b'{"id":"', b"a", b'","inputs":[{"name":"X","datatype":"FP32","shape":[],"data":[1]}]}'),
@@ -129,6 +131,12 @@ BODIES = {
 }
 """The worst bodies that we know, by endpoint."""
 
+MODELS = [Worst(b"", b"\x0a\x00", b"", media_type="application/onnx")]
+"""A model of nothing but fields without content."""
+
+OTHERS = {"POST /v1/ops/SGDOptimizerV2": GROUPS, "PUT /v1/graphs/{name}": MODELS}
+"""Those of endpoints that OpenAPI gives no JSON, or another name."""
+
 OPERATOR = "GRUTraining"
 """The operator to run: its attributes include lists."""
 
@@ -138,6 +146,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Yield a server in a process of its own, which does not wait for this one."""
     with Server(tmp_path_factory.mktemp("bounds") / "store", threads=2, shared_memory=True) as server:
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [1]}).raise_for_status()
+        graph = '<ir_version: 8, opset_import: ["": 17]> a (float[n] x) => (float[n] y) { y = Relu(x) }'
+        content = onnx.parser.parse_model(graph).SerializeToString()
+        httpx.put(f"{server.url}/v1/graphs/a", content=content).raise_for_status()
         yield server
 
 
@@ -178,12 +189,12 @@ class Probe(threading.Thread):
         self.join()
 
 
-@pytest.mark.parametrize("endpoint", [*BODIES, "POST /v1/ops/SGDOptimizerV2"])
+@pytest.mark.parametrize("endpoint", [*BODIES, *OTHERS])
 def test_no_body_keeps_others_waiting(server: Server, endpoint: str) -> None:
     method, path = endpoint.split()
     place = server.url + path.format(name="a", op=OPERATOR)
     with httpx.Client(timeout=120) as client:
-        for worst in BODIES.get(endpoint, GROUPS):
+        for worst in {**BODIES, **OTHERS}[endpoint]:
             content, headers = compressed(worst), {"Content-Type": worst.media_type, "Content-Encoding": "gzip"}
             with Probe(server) as probe:
                 answer = client.request(method, place, content=content, headers=headers)
