@@ -34,7 +34,7 @@ def linear(factor: float = 2.0) -> bytes:
 
 
 def chain(length: int, size: int = 2) -> bytes:
-    """The product of so many matrices of this size, without an input."""
+    """The product of `length` matrices of this size, and one more, without an input."""
     nodes = [helper.make_node("MatMul", [f"w{step}", "w0"], [f"w{step + 1}"]) for step in range(length)]
     return model(*nodes, outputs=[f"w{length}"], w0=np.eye(size))
 

@@ -1,4 +1,4 @@
-"""Optimizer steps over HTTP under kills: each happens once, whoever asks for it, and no two write over each other."""
+"""Optimizer steps over HTTP under kills: each happens once for all workers, and no two write over each other."""
 
 from __future__ import annotations
 

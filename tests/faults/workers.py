@@ -51,7 +51,7 @@ class Workers:
     def suffer(self, chance: random.Random, faults: Sequence[Fault], lines: int) -> None:
         """Cause the faults in a random order, each in its share of the steps, when a worker has come so far.
 
-        A worker writes about so many lines in a step.
+        `lines` is about how many a worker writes in a step.
         """
         for number, fault in enumerate(chance.sample(faults, len(faults))):
             step = int((number + chance.random()) * (self.steps - 2) / len(faults))

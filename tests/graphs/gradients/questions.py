@@ -237,7 +237,7 @@ ask(
     axis=2,
     outputs=2,
     reads=[1],
-    case="of which one is read",
+    case="a single output read",
 )
 ask("Split", lambda x: (x[:2], x[4:]), numbers(5), num_outputs=3, outputs=3, reads=[0, 2], case="of unequal parts")
 ask("Expand", lambda x, s: x.expand(2, 3, 4), numbers(3, 1), ints(2, 1, 4))
