@@ -71,13 +71,26 @@ def test_the_lesson_before_there_are_buffers(open_page: Open, scheme: str, size:
         page.close()
 
 
-def test_the_button_for_the_theme_switches_and_is_remembered(open_page: Open, full: str) -> None:
-    page = open_page(full, color_scheme="light")
-    ground = "getComputedStyle(document.documentElement).backgroundColor"
-    light = page.evaluate(ground)
-    page.get_by_role("button", name="Switch between light and dark").click()
-    dark = page.evaluate(ground)
+def test_the_button_for_the_theme_has_three_states_and_is_remembered(open_page: Open, full: str) -> None:
+    page = open_page(full, color_scheme="dark")
+    count = "window.drawn = 0; addEventListener('theme', () => (window.drawn += 1))"  # as the charts listen
+    page.evaluate(count)
+    button = page.get_by_role("button", name="Theme: ")
+
+    def is_dark() -> bool:
+        ground: str = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+        return int(ground.split("(")[1].split(",")[0]) < 128
+
+    for name, dark in [("system", True), ("light", False), ("dark", True), ("system", True), ("light", False)]:
+        expect(button).to_have_accessible_name(f"Theme: {name}")
+        expect(button).to_have_text(name)
+        assert is_dark() == dark
+        button.press("Enter")
+    assert page.evaluate("drawn") == 5
     page.reload()
-    assert page.evaluate(ground) == dark != light
-    page.get_by_role("button", name="Switch between light and dark").click()
-    assert page.evaluate(ground) == light
+    page.evaluate(count)
+    expect(button).to_have_accessible_name("Theme: dark")
+    button.click()
+    page.emulate_media(color_scheme="light")
+    page.wait_for_function("drawn === 2")  # the reader's change, and then the system's
+    assert not is_dark()

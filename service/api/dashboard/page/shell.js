@@ -116,23 +116,6 @@ document.getElementById("sign-out").addEventListener("click", () => {
   askForKey("");
 });
 
-document.getElementById("theme").addEventListener("click", () => {
-  const dark =
-    getComputedStyle(document.documentElement).colorScheme.split(" ").length > 1
-      ? matchMedia("(prefers-color-scheme: dark)").matches
-      : document.documentElement.dataset.theme === "dark";
-  const theme = dark ? "light" : "dark";
-  document.documentElement.dataset.theme = theme;
-  try {
-    localStorage.setItem("theme", theme);
-  } catch {
-    // the choice holds until the page is loaded again
-  }
-  window.dispatchEvent(new Event("theme"));
-});
-
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => window.dispatchEvent(new Event("theme")));
-
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // its address would be a view's
   main.focus();
