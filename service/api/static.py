@@ -54,27 +54,27 @@ def routes(schema: Callable[[], dict[str, Any]]) -> APIRouter:
     )
 
     @router.get("/")
-    @access(open=True)
+    @access(label="page", open=True)
     async def index(call: CurrentCall) -> Answer:
         return _file(call, _PAGE, "index.html", _PAGE_HEADERS)
 
     @router.get("/page/{file}")
-    @access(open=True)
+    @access(label="page", open=True)
     async def file_of_page(call: CurrentCall, file: str) -> Answer:
         return _file(call, _PAGE, file, _PAGE_HEADERS)
 
     @router.get("/docs")
-    @access(open=True)
+    @access(label="page", open=True)
     async def docs(call: CurrentCall) -> Answer:
         return Answer([bytes(page.body)], "text/html; charset=utf-8", _DOCS_HEADERS)
 
     @router.get("/docs/{file}")
-    @access(open=True)
+    @access(label="page", open=True)
     async def file_of_docs(call: CurrentCall, file: str) -> Answer:
         return _file(call, _DOCS, file, {})
 
     @router.get("/openapi.json")
-    @access(open=True)
+    @access(label="page", open=True)
     async def openapi(call: CurrentCall) -> Answer:
         return Answer([text()], JSON)
 

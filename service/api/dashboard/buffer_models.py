@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NotRequired
+from typing import Annotated, NotRequired, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
+from service.api.buffers.models import PrefixQuery
 from service.buffers.epochs import ClosedBy
 
 MAX_CELLS = 256
@@ -15,13 +16,24 @@ MAX_CELLS = 256
 HISTOGRAM = "Elements by magnitude: counts[i] of them are from bounds[i - 1] up to, but without, bounds[i]."
 
 
+_Closed: TypeAlias = Annotated[
+    bool, Field(description="The last closed epoch; the running sum if the buffer keeps none.")
+]
+
+
+class ManyStatisticsQuery(PrefixQuery):
+    """The buffers whose statistics are wanted: running, or closed."""
+
+    closed: _Closed = False
+
+
 class StatisticsQuery(BaseModel):
     """What is computed of a buffer."""
 
     model_config = ConfigDict(extra="forbid")
 
     epoch: int | None = Field(None, ge=0, description="A closed epoch; by default the running sum.")
-    closed: bool = Field(False, description="The last closed epoch; the running sum if the buffer keeps none.")
+    closed: _Closed = False
     heat_map: int | None = Field(None, ge=1, le=MAX_CELLS, description="Rows and columns of a heat map, at most.")
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 
 from service.api.buffers.chosen import check_not_empty, names_of
-from service.api.buffers.models import Names, PrefixQuery
+from service.api.buffers.models import Names
 from service.api.buffers.preconditions import refuse_headers
 from service.api.buffers.request import RECEIPT_BYTES, RECORD_FACTOR, read_after_closing_due, receive
 from service.api.buffers.routes import READ
@@ -18,13 +18,22 @@ from service.api.dashboard.buffer_models import (
     FullStatistics,
     HeatMap,
     ManyStatistics,
+    ManyStatisticsQuery,
     StatisticsQuery,
 )
-from service.api.dashboard.statistics import EPOCHS_ELEMENTS, MAX_EPOCHS, BufferStatistics, Computed, described
+from service.api.dashboard.statistics import (
+    EPOCHS_ELEMENTS,
+    MAX_EPOCHS,
+    BufferStatistics,
+    Computed,
+    described,
+    last_state,
+)
 from service.api.dashboard.summary import heat_map
 from service.api.http.answer import JsonAnswer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.routing import access, body
+from service.buffers.epochs import Closed
 from service.buffers.names import check_name
 from service.buffers.record import Record, Snapshot
 from service.errors import BufferCorrupt, Busy, EpochGone, InvalidParameter, TensorTooLarge, UnknownBuffer
@@ -39,13 +48,16 @@ def routes(known: BufferStatistics) -> APIRouter:
 
     @router.post("/statistics", summary="Statistics of many buffers", dependencies=[body(Names, required=False)])
     @access(READ, label="buffers")
-    async def statistics_many(call: CurrentCall, query: Annotated[PrefixQuery, Query()]) -> JsonAnswer[ManyStatistics]:
-        """A request computes for a bounded number of bytes, first for the buffers that have waited longest."""
+    async def statistics_many(
+        call: CurrentCall, query: Annotated[ManyStatisticsQuery, Query()]
+    ) -> JsonAnswer[ManyStatistics]:
+        """A request computes for a bounded number of bytes, first for the buffers that have waited longest. With
+        `closed`, of each buffer its last closed epoch, or its running sum if it keeps none."""
         refuse_headers(call, "If-Match")
         received = await receive(call, changes=False)
         names = await names_of(call, received, query.prefix)
         async with known.flight(call.caller.namespace):
-            return await call.offload(False, _answer_many, call, known, names, query.prefix)
+            return await call.offload(False, _answer_many, call, known, names, query)
 
     @router.get("/{name}/statistics", summary="Statistics of a buffer, with histogram and epochs")
     @access(READ, label="buffers")
@@ -69,32 +81,37 @@ def routes(known: BufferStatistics) -> APIRouter:
 
 
 def _answer_many(
-    call: Call, known: BufferStatistics, names: Sequence[str], prefix: str | None
+    call: Call, known: BufferStatistics, names: Sequence[str], query: ManyStatisticsQuery
 ) -> JsonAnswer[ManyStatistics]:
+    prefix = query.prefix
     names = names if prefix is None else call.store.names(prefix)
     call.reserve(RECEIPT_BYTES * len(names) + RECORD_FACTOR * call.store.record_bytes(names))
     records = call.store.durable(names) if prefix is None else call.store.records(prefix)
     check_not_empty(records, prefix)
-    found = {record.id: known.last(record) for record in records}
-    for record in _oldest_first(records, found):
+    states = {record.id: last_state(record, closed=query.closed) for record in records}
+    found = {record.id: known.last(record, states[record.id]) for record in records}
+    for record in _oldest_first(records, states, found):
         if not known.budget.allows():
             break
         known.budget.spend(record.spec.size)
         try:
-            with _read(call, record, None) as snapshot:
+            state = states[record.id]
+            with _read(call, record, None if state is record else state.epoch) as snapshot:
                 found[record.id] = known.computed(snapshot)
-        except (UnknownBuffer, BufferCorrupt, Busy, TensorTooLarge):
+        except (UnknownBuffer, EpochGone, BufferCorrupt, Busy, TensorTooLarge):
             continue  # the endpoint of this buffer alone answers the error
     shown = {record.name: found[record.id] for record in records}
     return JsonAnswer({"statistics": {name: None if one is None else one.text for name, one in shown.items()}})
 
 
-def _oldest_first(records: Sequence[Record], found: dict[int, Computed | None]) -> list[Record]:
+def _oldest_first(
+    records: Sequence[Record], states: Mapping[int, Record | Closed], found: Mapping[int, Computed | None]
+) -> list[Record]:
     """Return the buffers whose statistics are missing or of an earlier state; first those that have waited longest."""
     waited = []
     for record in records:
         computed = found[record.id]
-        if computed is None or not computed.is_of(record):
+        if computed is None or not computed.is_of(states[record.id]):
             waited.append((0.0 if computed is None else computed.at, record))
     return [record for _, record in sorted(waited, key=lambda pair: pair[0])]
 

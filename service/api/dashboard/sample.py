@@ -27,7 +27,9 @@ class Sample(BaseModel):
     errors: dict[str, float] = Field(description="Errors per second, by code.")
     received_bytes: float = Field(description="Bytes of request bodies per second.")
     sent_bytes: float = Field(description="Bytes of answer bodies per second.")
-    seconds: Percentiles | None = Field(description="The time of the requests that ended; null without any.")
+    seconds: Percentiles | None = Field(
+        description="The time of the requests that ended, without those of the route `page`; null without any."
+    )
     phases: dict[str, Percentiles] = Field(description="The time in each phase.")
     in_flight: int = Field(description="Requests without an answer yet.")
     in_flight_bytes: int = Field(description="Bytes that large requests hold.")
@@ -66,7 +68,7 @@ def sample_of(before: Totals, after: Totals, seconds: float, at: float, store: S
         errors={code: rate(count) for code, count in grown.by_first_label("gradserve_errors").items()},
         received_bytes=rate(grown.of("gradserve_received_bytes", ())),
         sent_bytes=rate(grown.of("gradserve_sent_bytes", ())),
-        seconds=percentiles(grown.histogram("gradserve_request_seconds")),
+        seconds=percentiles(grown.histogram("gradserve_request_seconds", but="page")),
         phases={phase: found for phase, found in phases.items() if found is not None},
         in_flight=now("gradserve_in_flight"),
         in_flight_bytes=now("gradserve_in_flight_bytes"),
@@ -97,9 +99,9 @@ class _Growth:
             grown[labels[0]] += self.of(name, labels)
         return {label: count for label, count in grown.items() if count}
 
-    def histogram(self, name: str, *labels: str) -> list[float]:
-        """Return the growth of each bucket, of these labels or of all."""
-        chosen = [labels] if labels else [*self._after[name]]
+    def histogram(self, name: str, *labels: str, but: str | None = None) -> list[float]:
+        """Return the growth of each bucket, of these labels, or of all `but` those that have this one."""
+        chosen = [labels] if labels else [one for one in self._after[name] if but not in one]
         width = len(self._after[name][chosen[0]]) - 1  # without the sum
         return [sum(self.of(name, one, place) for one in chosen) for place in range(width)]
 

@@ -112,7 +112,9 @@ class BufferStatistics:
     def __init__(self) -> None:
         self.budget = Budget()
         self._states = Cache(MAX_STATES_BYTES)
-        """By id, the running sum as it was computed last; by id and epoch, a closed epoch."""
+        """By id, the running sum as it was computed last; by id and epoch, a closed epoch; by id and None, the closed
+        epoch that was the last when it was computed.
+        """
         self._flights: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
 
     def flight(self, key: Hashable) -> AbstractAsyncContextManager[None]:
@@ -126,9 +128,9 @@ class BufferStatistics:
         computed: Computed | None = self._states.get(_key(record, state), None)
         return computed if computed is not None and computed.is_of(state) else None
 
-    def last(self, record: Record) -> Computed | None:
-        """Return the last statistics of the running sum, perhaps of an earlier state."""
-        return self.of(record, record) or self._states.get(record.id, None)
+    def last(self, record: Record, state: Record | Closed) -> Computed | None:
+        """Return the statistics of the running sum or of the last closed epoch; if not known, those known last."""
+        return self.of(record, state) or self._states.get(record.id if state is record else (record.id, None), None)
 
     def computed(self, snapshot: Snapshot) -> Computed:
         """Return the statistics of a value. They are computed and kept if they are not known."""
@@ -137,7 +139,14 @@ class BufferStatistics:
         if computed is None:
             computed = Computed.of(state, summarize(snapshot.value))
             self._states.put(_key(record, state), None, computed, computed.nbytes)
+            if snapshot.of in record.closed[-1:]:
+                self._states.put((record.id, None), None, computed, computed.nbytes)
         return computed
+
+
+def last_state(record: Record, *, closed: bool) -> Record | Closed:
+    """Return the running sum or, if `closed`, the last closed epoch of a buffer that keeps any."""
+    return record.closed[-1] if closed and record.closed else record
 
 
 def _key(record: Record, state: Record | Closed) -> Hashable:

@@ -36,8 +36,12 @@ logger = logging.getLogger(__name__)
 METRICS_DIRECTORY = "GRADSERVE_METRICS_DIRECTORY"
 """The environment variable with the directory that worker processes share."""
 
-ROUTES = ("ops", "infer", "accumulate", "take", "value", "zero", "buffers", "graphs", "health", "metrics", "other")
-"""The values of the label `route`. Operators have metrics of their own; buffers are too many to count by."""
+ROUTES = (
+    *("ops", "infer", "accumulate", "take", "value", "zero", "buffers", "graphs"),
+    *("health", "metrics", "page", "other"),
+)
+"""The values of the label `route`. Operators have metrics of their own; buffers are too many to count by. `page` are
+the static files of the pages at `/` and `/docs`."""
 
 _FAILURES = (400, 401, 403, 404, 405, 406, 408, 409, 410, 412, 413, 415, 422, 429, 499, 500, 501, 503, 507)
 STATUSES = (200, 201, 204, 304, *_FAILURES)

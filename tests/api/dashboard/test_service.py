@@ -190,6 +190,19 @@ def test_rates_are_those_of_the_requests(url: str) -> None:
     assert all((one["seconds"], one["phases"], one["errors"], one["commits"]) == (None, {}, {}, 0) for one in idle)
 
 
+def test_files_of_the_pages_count_alone_and_in_no_percentile(url: str) -> None:
+    wait_until(lambda: bool(samples_of(url)))
+    time.sleep(0.2)  # the steps of the requests below have no others
+    for path in ["/", "/page/app.css", "/page/nothing", "/docs", "/docs/swagger-ui.css", "/openapi.json"]:
+        httpx.get(f"{url}{path}")
+    time.sleep(0.2)
+    wait_until(lambda: counted(samples_of(url), "requests", "page") >= 6)
+    assert counted(samples_of(url), "requests", "page") == 6
+    alone = [one for one in samples_of(url) if one["requests"].keys() == {"page"}]
+    assert alone
+    assert {one["seconds"] for one in alone} == {None}
+
+
 def test_the_history_keeps_the_newest_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "KEPT_SAMPLES", 3)
     with serving() as url:

@@ -236,6 +236,24 @@ def test_buffers_are_named_or_have_a_prefix(http: httpx.Client) -> None:
     assert_problem(http.post(path, json=naming(names[0]), params={"epoch": 1}), 422, "unknown_parameter")
 
 
+def test_a_table_has_the_last_closed_epochs_if_asked(http: httpx.Client) -> None:
+    ran, never = filled(http, [3.0, 4.0]), filled(http, [1.0, 0.0])
+    post(http, ran, "take")
+    add(http, ran, [30.0, 40.0])
+    for _ in range(2):
+        found = table(http, ran, never, closed=True)
+        assert [(one["epoch"], one["version"], one["norm"]) for one in found.values()] == [(0, 2, 5.0), (0, 1, 1.0)]
+    assert {one: found[ran][one] for one in NUMBERS} == {
+        one: statistics_of(http, ran, closed=True)[one] for one in NUMBERS
+    }
+    running = table(http, ran, never)
+    assert [(one["epoch"], one["norm"]) for one in running.values()] == [(1, 50.0), (0, 1.0)]
+    post(http, ran, "take")
+    assert [(one["epoch"], one["norm"]) for one in table(http, ran, closed=True).values()] == [(1, 50.0)]
+    path = "/v1/buffers/statistics"
+    assert_problem(http.post(path, json=naming(ran), params={"closed": "x"}), 422, "invalid_parameter", "closed")
+
+
 @pytest.mark.parametrize("params", [{"heat_map": 0}, {"heat_map": 257}, {"heat_map": "x"}, {"epoch": -1}, {"cells": 3}])
 def test_wrong_parameters_are_refused(http: httpx.Client, params: dict[str, Any]) -> None:
     name, code = create(http), "unknown_parameter" if "cells" in params else "invalid_parameter"
@@ -270,6 +288,38 @@ def test_a_table_is_filled_by_and_by(slow: httpx.Client) -> None:
     wait_until(lambda: not has(1))
     add(slow, names[3], 1.0)
     assert statistics_of(slow, names[3])["max"] == 3.0
+
+
+def test_a_table_of_closed_epochs_is_filled_by_and_by_and_computes_each_once(
+    slow: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[float] = []
+
+    def counted(value: Array) -> Summary:
+        computed.append(float(value[0]))
+        return summarize(value)
+
+    monkeypatch.setattr(statistics, "summarize", counted)
+    names = [filled(slow, np.full(300, number, np.float32), f"slow.{number}") for number in (1, 2, 3)]
+    seen: list[list[float]] = [[]]
+
+    def are(norms: list[float]) -> bool:
+        answers = table(slow, *names, closed=True).values()
+        seen.append([0.0 if one is None else one["max"] for one in answers])
+        return seen[-1] == norms
+
+    for name in names:
+        post(slow, name, "take")
+        add(slow, name, 5.0)
+    wait_until(lambda: are([1.0, 2.0, 3.0]))
+    assert [0.0] in [each[2:] for each in seen], "those that wait are null"
+    for name in names:
+        post(slow, name, "take")  # keep is 1: the epochs that are known are gone
+    seen.clear()
+    wait_until(lambda: are([5.0, 5.0, 5.0]))
+    assert {each[2] for each in seen} == {3.0, 5.0}, "those that wait have the epoch that was last"
+    assert table(slow, prefix="slow.", closed=True)[names[0]]["epoch"] == 1
+    assert computed == [1.0, 2.0, 3.0, 5.0, 5.0, 5.0]
 
 
 def test_requests_at_once_compute_once(

@@ -120,7 +120,7 @@ function tilesOf({ version, started_at: started, replicas, python }) {
       say(values.uptime, span(Math.max(0, now - started)));
       const last = samples.at(-1);
       if (last === undefined) return;
-      say(values.requests, rate(sum(last.requests)));
+      say(values.requests, rate(sum({ ...last.requests, page: 0 })));
       say(values.p99, last.seconds ? duration(last.seconds.p99) : "–");
       const failed = errorsIn(samples, last.at - MINUTE);
       say(values.errors, failed.toLocaleString("en"));
