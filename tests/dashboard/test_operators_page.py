@@ -359,7 +359,7 @@ def test_a_key_without_the_scope_learns_so(open_page: Open, locked: str, keys: d
 
 
 @LOOKS
-def test_axe_finds_nothing_serious(
+def test_axe_finds_nothing(
     open_page: Open, server: str, scheme: str, size: tuple[int, int], faults: Faults
 ) -> None:
     faults.statuses = {422}

@@ -374,7 +374,7 @@ def test_only_an_admin_sees_the_service(
 
 
 @LOOKS
-def test_axe_finds_nothing_serious(
+def test_axe_finds_nothing(
     open_page: Open, server: str, http: httpx.Client, scheme: str, size: tuple[int, int]
 ) -> None:
     worked(http)
