@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -303,8 +304,13 @@ def test_without_buffers_the_page_shows_how_to_make_one(open_page: Open, server:
     page = open_page(server)
     lesson = page.locator(".lesson")
     expect(lesson).to_contain_text("No buffers yet")
-    exec(lesson.locator("pre").first.inner_text(), {})
+    expect(lesson.get_by_role("button")).to_have_text(["Copy", "Copy"])
+    expect(lesson.get_by_role("link", name="the API")).to_have_attribute("href", "docs")
+    python, shell = (lesson.get_by_role("group", name=name).inner_text() for name in ("Python", "curl"))
+    exec(python, {})
     shows(page, "layer.weight", "count", "1 of 3")
+    subprocess.run(["sh", "-ec", shell], check=True, capture_output=True, timeout=30)
+    shows(page, "layer.weight", "count", "2 of 3")
 
 
 def test_a_phone_shows_cards_and_scrolls_only_down(open_page: Open, server: str, http: httpx.Client) -> None:

@@ -359,9 +359,7 @@ def test_a_key_without_the_scope_learns_so(open_page: Open, locked: str, keys: d
 
 
 @LOOKS
-def test_axe_finds_nothing(
-    open_page: Open, server: str, scheme: str, size: tuple[int, int], faults: Faults
-) -> None:
+def test_axe_finds_nothing(open_page: Open, server: str, scheme: str, size: tuple[int, int], faults: Faults) -> None:
     faults.statuses = {422}
     page = open_page(f"{server}#/operators", size, color_scheme=scheme)
     expect(page.get_by_role("main").get_by_role("link")).to_have_count(len(OPERATORS))

@@ -1,6 +1,9 @@
 // What the page shows before there is a buffer: how to make one.
 
+import { copyBox } from "./copy.js";
 import { h } from "./dom.js";
+
+const GUIDES = "https://github.com/gradserve/gradserve/tree/main/docs";
 
 /** Return a lesson for the caller: three lines of Python, or of a shell. */
 export function lesson(caller) {
@@ -15,9 +18,10 @@ export function lesson(caller) {
     "    layer.accumulate([[1, 2], [3, 4]])",
   ];
   const shell = [
+    "H='Content-Type: application/json'",
     `url=${url}/v1/buffers/layer.weight`,
-    `curl -X PUT $url${key} --json '{"shape": [2, 2], "quorum": 3}'`,
-    `curl $url/accumulate${key} --json '{"gradient": [[1, 2], [3, 4]]}'`,
+    `curl -X PUT $url${key} -H "$H" -d '{"shape": [2, 2], "quorum": 3}'`,
+    `curl $url/accumulate${key} -H "$H" -d '{"gradient": [[1, 2], [3, 4]]}'`,
   ];
   const may = caller.scopes.includes("buffers:write");
   return h(
@@ -31,10 +35,17 @@ export function lesson(caller) {
     ),
     !may &&
       h("p", { class: "late" }, "Your API key lacks the scope buffers:write, so another key must make the first one."),
-    h("h2", {}, "From Python"),
-    h("pre", { tabindex: "0" }, h("code", {}, python.join("\n"))),
-    h("h2", {}, "From a shell"),
-    h("pre", { tabindex: "0" }, h("code", {}, shell.join("\n"))),
+    block("Python", python),
+    block("curl", shell, "wrap"),
     caller.keys && h("p", { class: "muted" }, "Both read the API key from the variable GRADSERVE_API_KEY."),
+    h("p", {}, link(GUIDES, "The guides"), " show how to train; ", link("docs", "the API"), " lists every request."),
   );
+}
+
+const link = (href, text) => h("a", { href }, text);
+
+function block(title, lines, kind) {
+  const box = copyBox(title, "", kind);
+  box.show(lines.join("\n"));
+  return box.element;
 }
