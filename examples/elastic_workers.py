@@ -100,6 +100,7 @@ def work(name: str, url: str, run: str, arrays: Any, plan: Plan, start: Barrier 
             run=run,
             worker=name,
             quorum=len(WORKERS),
+            loss=True,  # the page draws the mean loss of each step
             deadline_seconds=plan.deadline,
             keep=plan.steps,  # so that a worker catches up from any step
             timeout=SENDING_STEPS * plan.deadline + PATIENCE_SECONDS,
@@ -128,11 +129,12 @@ def train(
             gradients.broadcast_parameters(send=True)
         if step == buffer.info().epoch:  # otherwise its epoch has closed, and this worker catches up
             rows = digits.share(step, BATCH, WORKERS.index(name), len(WORKERS))
-            digits.loss(model, rows).backward()
+            own = digits.loss(model, rows)
+            own.backward()
             if plan.disturbed and name == SLOW and step in plan.slow:
                 time.sleep(2 * plan.deadline)
             with suppress(StaleEpoch):  # too late: the epoch has closed without these gradients
-                gradients.push(weight=len(rows))
+                gradients.push(weight=len(rows), loss=own)
         pulled = gradients.pull()
         optimizer.step()
         optimizer.zero_grad()

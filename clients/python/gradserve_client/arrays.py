@@ -12,6 +12,7 @@ from gradserve_client._arrays.leaves import HALF_DTYPES
 from gradserve_client._arrays.model import Model
 from gradserve_client._arrays.state import State
 from gradserve_client._runs.accumulator import Accumulator
+from gradserve_client._runs.losses import Loss
 from gradserve_client._wire.arguments import check_choice
 from gradserve_client.errors import InvalidInput
 from gradserve_client.models import Pulled, Pushed
@@ -56,7 +57,7 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
     _model: Model
 
     pulled: Pulled | None = None
-    """The epoch of the last pull: who was in it, and what closed it."""
+    """The epoch of the last pull: who was in it, what closed it, and the mean loss."""
 
     def _check_wire(self, dtype: npt.DTypeLike | None) -> None:
         if dtype is not None:
@@ -68,13 +69,17 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
 
     @overload
     def push(
-        self, gradients: Any, *, weight: float = 1.0, scale: float = 1.0, wait: Literal[True] = True
+        self, gradients: Any, *, weight: float = 1.0, scale: float = 1.0, loss: Loss = None, wait: Literal[True] = True
     ) -> Pushed: ...
 
     @overload
-    def push(self, gradients: Any, *, weight: float = 1.0, scale: float = 1.0, wait: bool) -> Pushed | None: ...
+    def push(
+        self, gradients: Any, *, weight: float = 1.0, scale: float = 1.0, loss: Loss = None, wait: bool
+    ) -> Pushed | None: ...
 
-    def push(self, gradients: Any, *, weight: float = 1.0, scale: float = 1.0, wait: bool = True) -> Pushed | None:
+    def push(
+        self, gradients: Any, *, weight: float = 1.0, scale: float = 1.0, loss: Loss = None, wait: bool = True
+    ) -> Pushed | None:
         """Add `weight` times the gradients to the sums.
 
         `gradients` has the keys of the tree. Each array has the shape of its own, and a dtype that its sum does not
@@ -84,6 +89,9 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
 
         `weight` is the number of samples if the loss is their mean. `scale` is what the loss was multiplied by: it must
         be the same for all pushes.
+
+        `loss` is the mean loss of the samples, as a number or a tensor of one, without `scale`. It is required with
+        `loss=True`, unless the weight is 0. It counts once, with the gradients, and the rule `nonfinite` is for both.
 
         wait=False copies the gradients for a thread, and returns None at once, so that they travel during the next
         computation. The next call of this accumulator waits for the thread first, and raises its error. If the same
@@ -102,14 +110,15 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
                 "No array has a gradient, but the push has a weight; without data, push(None, weight=0) counts for the"
                 " quorum"
             )
-        return self._push(found, weight, scale, wait=wait)
+        return self._push(found, weight, scale, loss, wait=wait)
 
     def pull(self) -> Any:
         """Return the tree of the weighted mean of the epoch, and begin the next epoch.
 
         With a quorum or a deadline, this waits up to `timeout` seconds until the epoch closes. Without, it closes the
-        epoch. `pulled` says who was in it, and what closed it. Each gradient has the shape and the dtype of its array.
-        It is a JAX array, on the same devices, if that was one. Infinity and NaN reach every worker unchanged.
+        epoch. `pulled` says who was in it, what closed it, and the mean `loss` with `loss=True`. Each gradient has the
+        shape and the dtype of its array. It is a JAX array, on the same devices, if that was one. Infinity and NaN
+        reach every worker unchanged.
 
         An array that nobody had a gradient for is None, or zeros with unused="zeros". If all weights are 0, every
         array is None, and the weight of `pulled` is 0. If other weights sum to 0, there is no mean: this raises

@@ -20,13 +20,15 @@ class BufferName:
         return f"{type(self).__name__}({self.name!r})"
 
 
-def _known(kind: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the data class has, with tuples for lists."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in fields.items()
-        if name in kind.__dataclass_fields__
-    }
+@dataclass(frozen=True)
+class _FromJson:
+    """What the server says in JSON."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """Read the server's JSON, without the members that this version of the client does not know."""
+        known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class Taken(Receipt):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BufferInfo:
+class BufferInfo(_FromJson):
     """A buffer's metadata."""
 
     name: str
@@ -122,14 +124,9 @@ class BufferInfo:
         """The tag of this state, for `if_match`."""
         return f'"{self.epoch}-{self.version}"'
 
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> BufferInfo:
-        """Read the server's JSON, without the members that this version of the client does not know."""
-        return cls(**_known(cls, fields))
-
 
 @dataclass(frozen=True, kw_only=True)
-class StagedPush:
+class StagedPush(_FromJson):
     """A push in parts that is not complete."""
 
     push: str
@@ -153,11 +150,6 @@ class StagedPush:
     """When the server forgets the push unless it is complete."""
     refused: str | None
     """The code of the error that dropped the push."""
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> StagedPush:
-        """Read the server's JSON, without the members that this version of the client does not know."""
-        return cls(**_known(cls, fields))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,9 +277,11 @@ class Pulled:
     """The number of pushes of each worker, if the server knows it."""
     closed_by: str | None
     """What closed the epoch: "quorum", "deadline" or "take", if the server says so."""
+    loss: float | None = None
+    """The mean of the losses of the pushes by their weights. None without `loss=True`, and if all weights are 0."""
 
     @classmethod
-    def of(cls, epoch: int, receipts: Sequence[Mapping[str, Any]]) -> Pulled:
+    def of(cls, epoch: int, receipts: Sequence[Mapping[str, Any]], loss: float | None = None) -> Pulled:
         """Return what was pulled in several requests: the receipt with the fewest pushes."""
         least = min(receipts, key=lambda receipt: receipt["count"])
         return cls(
@@ -296,4 +290,5 @@ class Pulled:
             weight=least["weight"],
             contributors=least.get("contributors"),
             closed_by=least.get("closed_by"),
+            loss=loss,
         )

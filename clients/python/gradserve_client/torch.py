@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal, overload
 
 from gradserve_client._runs.accumulator import Accumulator
+from gradserve_client._runs.losses import Loss
 from gradserve_client._torch import torch
 from gradserve_client._torch.model import Model
 from gradserve_client._torch.parameters import HALF_DTYPES
@@ -57,12 +58,14 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
         return Model(model, self._prefix, wire, limit)
 
     @overload
-    def push(self, *, weight: float = 1.0, scale: float = 1.0, wait: Literal[True] = True) -> Pushed: ...
+    def push(
+        self, *, weight: float = 1.0, scale: float = 1.0, loss: Loss = None, wait: Literal[True] = True
+    ) -> Pushed: ...
 
     @overload
-    def push(self, *, weight: float = 1.0, scale: float = 1.0, wait: bool) -> Pushed | None: ...
+    def push(self, *, weight: float = 1.0, scale: float = 1.0, loss: Loss = None, wait: bool) -> Pushed | None: ...
 
-    def push(self, *, weight: float = 1.0, scale: float = 1.0, wait: bool = True) -> Pushed | None:
+    def push(self, *, weight: float = 1.0, scale: float = 1.0, loss: Loss = None, wait: bool = True) -> Pushed | None:
         """Add `weight` times the gradients to the sums, and set them to None.
 
         `weight` is the number of samples if the loss is their mean. A parameter whose gradient is None adds nothing. If
@@ -70,6 +73,9 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
         weight 0 no number is sent, and nothing of the gradients counts, not even NaN.
 
         `scale` is what the loss was multiplied by, as with `scaler.get_scale()`: it must be the same for all pushes.
+
+        `loss` is the mean loss of the samples, as a number or a tensor of one, without `scale`. It is required with
+        `loss=True`, unless the weight is 0. It counts once, with the gradients, and the rule `nonfinite` is for both.
 
         wait=False hands the gradients to a thread, and returns None at once, so that the next forward pass runs
         meanwhile. The next call of this accumulator waits for the thread first, and raises its error. If the same push
@@ -90,7 +96,7 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
                 f" the quorum{self._model.elsewhere()}"
             )
         try:
-            pushed = self._push(gradients, weight, scale, wait=wait)
+            pushed = self._push(gradients, weight, scale, loss, wait=wait)
         except KeyReused:
             self._model.clear({})
             raise
@@ -101,9 +107,9 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
         """Set the gradients to the weighted mean of the epoch, and begin the next epoch.
 
         With a quorum or a deadline, this waits up to `timeout` seconds until the epoch closes. Without, it closes the
-        epoch. The result says who was in it, and what closed it. Each gradient gets the dtype, the device and the
-        strides that its parameter wants. Sparse gradients keep their sparse dimensions, without what is zero. Infinity
-        and NaN reach every worker unchanged.
+        epoch. The result says who was in it, what closed it, and the mean `loss` with `loss=True`. Each gradient gets
+        the dtype, the device and the strides that its parameter wants. Sparse gradients keep their sparse dimensions,
+        without what is zero. Infinity and NaN reach every worker unchanged.
 
         If all weights are 0, nobody had a gradient: all gradients are None, and the result's `weight` is 0. If other
         weights sum to 0, there is no mean: this raises `NothingToAverage`, in every worker. Then the gradients are

@@ -17,16 +17,16 @@ from tests.clients.killed import Workers, until
 from tests.faults.servers import Server
 
 
-def checkpoint(directory: Path, rank: int) -> tuple[Any, int]:
-    """Return the parameters of a worker and the number of its steps."""
+def checkpoint(directory: Path, rank: int) -> tuple[Any, list[float]]:
+    """Return the parameters of a worker and the mean losses of its steps."""
     path = directory / f"checkpoint{rank}"
-    params, step, _ = pickle.loads(path.read_bytes()) if path.exists() else (None, 0, None)
-    return params, step
+    params, losses, _ = pickle.loads(path.read_bytes()) if path.exists() else (None, [], None)
+    return params, losses
 
 
 def has_made(directory: Path, step: int) -> bool:
     """Whether a worker has made this number of steps."""
-    return max(checkpoint(directory, rank)[1] for rank in range(WORKERS)) >= step
+    return max(len(checkpoint(directory, rank)[1]) for rank in range(WORKERS)) >= step
 
 
 @pytest.mark.processes
@@ -46,9 +46,10 @@ def train(server: Server, started: Workers, directory: Path, chance: random.Rand
             if number % 4 == 2:
                 server.restart()
         assert workers.end() == [0] * WORKERS
-        expected = reference()
+        expected, means = reference()
         for rank in range(WORKERS):
-            params, step = checkpoint(directory, rank)
-            assert step == STEPS
+            params, losses = checkpoint(directory, rank)
+            assert len(losses) == STEPS
+            assert losses == means
             np.testing.assert_array_equal(params["w"], expected["w"])
             assert params["b"][0] == expected["b"][0]

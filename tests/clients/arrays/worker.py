@@ -16,6 +16,12 @@ from gradserve_client import Client
 from gradserve_client.arrays import GradientAccumulator
 
 WORKERS, MICRO_BATCHES, STEPS = 3, 2, 40
+WEIGHT = 12
+"""The weights of all pushes of a step."""
+
+
+def weight(rank: int) -> int:
+    return rank + 1
 
 
 def initial() -> dict[str, Any]:
@@ -32,40 +38,47 @@ def stepped(params: dict[str, Any], total: dict[str, Any]) -> dict[str, Any]:
     return {"w": (params["w"] - total["w"]) % 1009, "b": [(params["b"][0] - total["b"][0]) % 1009, None]}
 
 
-def reference() -> dict[str, Any]:
-    """Return what one process makes of the gradients of all."""
-    params = initial()
+def loss(params: dict[str, Any], rank: int, step: int, number: int) -> float:
+    """Return a whole number, too."""
+    return float((params["w"].sum() + 17 * rank + 3 * step + number) % 997)
+
+
+def reference() -> tuple[dict[str, Any], list[float]]:
+    """Return what one process makes of the gradients of all, and the mean loss of each step."""
+    params, losses = initial(), []
+    pushes = [(rank, number) for rank in range(WORKERS) for number in range(MICRO_BATCHES)]
     for step in range(STEPS):
-        all_of = [gradient(params, rank, step, n) for rank in range(WORKERS) for n in range(MICRO_BATCHES)]
-        alone = [one["b"][0] for one in all_of if one["b"][0] is not None]
-        total = {"w": sum(one["w"] for one in all_of), "b": [sum(alone)]}
-        params = stepped(params, total)
-    return params
+        losses.append(sum(weight(rank) * loss(params, rank, step, n) for rank, n in pushes) / WEIGHT)
+        found = [(weight(rank), gradient(params, rank, step, n)) for rank, n in pushes]
+        alone = [size * one["b"][0] for size, one in found if one["b"][0] is not None]
+        params = stepped(params, {"w": sum(size * one["w"] for size, one in found), "b": [sum(alone)]})
+    return params, losses
 
 
 def main(url: str, rank: int, directory: Path) -> None:
     checkpoint = directory / f"checkpoint{rank}"
 
-    def save(params: Any, step: int) -> None:
+    def save() -> None:
         part = checkpoint.with_suffix(".part")
-        part.write_bytes(pickle.dumps((params, step, gradients.state_dict())))
+        part.write_bytes(pickle.dumps((params, losses, gradients.state_dict())))
         os.replace(part, checkpoint)
 
     with Client(url) as server:
-        params, first, state = pickle.loads(checkpoint.read_bytes()) if checkpoint.exists() else (initial(), 0, None)
-        quorum = WORKERS * MICRO_BATCHES
-        gradients = GradientAccumulator(
-            params, server, run="killed", worker=f"rank{rank}", quorum=quorum, reduce="sum", request_bytes=1000
-        )
+        params, losses, state = pickle.loads(checkpoint.read_bytes()) if checkpoint.exists() else (initial(), [], None)
+        rules: Any = {"quorum": WORKERS * MICRO_BATCHES, "reduce": "sum", "loss": True}
+        gradients = GradientAccumulator(params, server, run="killed", worker=f"rank{rank}", request_bytes=1000, **rules)
         if state is None:
-            save(params, 0)
+            save()
         else:
             gradients.load_state_dict(state)
-        for step in range(first, STEPS):
+        for step in range(len(losses), STEPS):
             for number in range(MICRO_BATCHES):
-                gradients.push(gradient(params, rank, step, number), wait=step % 2 == 0)
+                its = loss(params, rank, step, number)
+                gradients.push(gradient(params, rank, step, number), weight=weight(rank), loss=its, wait=step % 2 == 0)
             params = stepped(params, gradients.pull())
-            save(params, step + 1)
+            assert gradients.pulled is not None
+            losses.append(gradients.pulled.loss)
+            save()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from gradserve_client._runs.broadcast import Broadcast
 from gradserve_client._runs.environment import with_environment
 from gradserve_client._runs.given import check_rules, check_server, check_worker
 from gradserve_client._runs.joining import Joining
+from gradserve_client._runs.losses import Loss, loss_name, loss_of
 from gradserve_client._runs.model import Model, State
 from gradserve_client._runs.names import checked_prefix, new_run, register_name
 from gradserve_client._runs.pushes import Pushes
@@ -59,6 +60,7 @@ class Accumulator(Generic[M, D]):
         wire_dtype: D | None = None,
         request_bytes: int | None = None,
         nonfinite: str | None = None,
+        loss: bool = False,
         **rules: Unpack[BufferRules],
     ) -> None:
         """Begin a run, or join it.
@@ -75,6 +77,7 @@ class Accumulator(Generic[M, D]):
         `unused`             "none" or "zeros": the gradient of a parameter that nobody had a gradient for
         `wire_dtype`         float16 or bfloat16: how gradients travel unless that makes one infinite
         `request_bytes`      the bytes of a request at most, alike in all workers: 64 MiB, or half of the server's limit
+        `loss`               whether each push has a loss, alike in all workers: `pull` gives the mean of the losses
         `ttl_seconds`        how long after its last change the server deletes a buffer: longer than any pause
         `per_contributor`    the number of pushes that an epoch takes of each worker, by default any
         `nonfinite`, others  the other rules of the buffers: docs/buffers.md. None is the server's default
@@ -94,10 +97,11 @@ class Accumulator(Generic[M, D]):
         request_bytes = fitting(server, request_bytes)
         self._model = self._adapted(model, wire_dtype, request_bytes)
         ttl_seconds = rules.get("ttl_seconds")
-        self._sums = Sums(server, self._model.parts, given, request_bytes)
+        self._loss = loss_name(self._prefix, self._model.parts, loss)
+        self._sums = Sums(server, self._model.parts, given, request_bytes, self._loss)
         places = self._sums.found_places(self._prefix, register_name(self._prefix)) if len(server.urls) > 1 else {}
         server.place(places)
-        self._first = first = FirstWorker(server, self._prefix, run, self._model, request_bytes, given)
+        self._first = first = FirstWorker(server, self._prefix, run, self._model, request_bytes, given, has_loss=loss)
         first.check_form()
         self._open(places)
         epoch, count = self._sums.position()
@@ -157,12 +161,17 @@ class Accumulator(Generic[M, D]):
         """The epoch of the next push and pull."""
         return self._pushes.epoch
 
-    def _push(self, gradients: Mapping[str, Any], weight: float, scale: float, *, wait: bool) -> Pushed | None:
-        """Add `weight` times the gradients to the sums."""
+    def _push(
+        self, gradients: Mapping[str, Any], weight: float, scale: float, loss: Loss, *, wait: bool
+    ) -> Pushed | None:
+        """Add `weight` times the gradients to the sums, and `weight` times the loss."""
         if not 0 < scale < math.inf:
             raise mistaken("scale", f"is {scale}, but must be finite and above 0")
         self._joining.check(self.epoch)
+        own = loss_of(loss, weight, is_wanted=self._loss is not None)
         numbers, used = self._model.numbers(gradients, weight)
+        if self._loss is not None:
+            numbers[self._loss] = own
         push = partial(self._pushes.add, numbers, used, weight=weight, scale=scale)
         if wait:
             return push()
@@ -186,7 +195,7 @@ class Accumulator(Generic[M, D]):
         if summed.weights_cancel or not summed.has_one_scale:
             summed.values.clear()
         used = use(summed)
-        pulled = Pulled.of(self.epoch, summed.receipts)
+        pulled = Pulled.of(self.epoch, summed.receipts, summed.loss)
         self._pushes.begin(self.epoch + 1)
         if summed.weights_cancel:
             raise NothingToAverage(

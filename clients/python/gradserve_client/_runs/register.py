@@ -28,16 +28,32 @@ class FirstWorker:
     """The hashes of the worker that was first in a run: of its model's form and numbers, and of its rules."""
 
     def __init__(
-        self, server: Client, prefix: str, run: str, model: Model, request_bytes: int, rules: Mapping[str, Any]
+        self,
+        server: Client,
+        prefix: str,
+        run: str,
+        model: Model,
+        request_bytes: int,
+        rules: Mapping[str, Any],
+        *,
+        has_loss: bool,
     ) -> None:
-        self._prefix, self._model = prefix, model
-        form, given = _hash(f"{run!r} {request_bytes} {model.form()}"), _hash(repr(canonical(rules)))
-        hashes = [form, model.weights(), model.frozen(), model.buffers(), given]
+        self._prefix, self._model, self._has_loss = prefix, model, has_loss
+        form = f"{run!r} {request_bytes} {model.form()}"
+        forms = [_hash(form), _hash(f"{form} loss")]
+        self._other = _words(forms[not has_loss])
+        """The form of a run that differs in its losses alone."""
+        hashes = [forms[has_loss], model.weights(), model.frozen(), model.buffers(), _hash(repr(canonical(rules)))]
         self._ours, ttl = [_words(one) for one in hashes], rules.get("ttl_seconds")
         self._first = _first(server, register_name(prefix), np.concatenate(self._ours), ttl).reshape(-1, _WORDS)
 
     def check_form(self) -> None:
-        """Raise `Conflict` if the first worker has another run or other parameters."""
+        """Raise `Conflict` if the first worker has another run or other parameters, or if only one has a loss."""
+        if np.array_equal(self._other, self._first[0]):
+            raise Conflict(
+                f"The first worker of this run has loss={not self._has_loss}, and this worker has"
+                f" loss={self._has_loss}: all workers give the same; {new_run(self._prefix)}"
+            )
         self._check(
             0,
             "The first worker under this prefix has another run or other parameters: their names, shapes or dtypes"

@@ -27,6 +27,8 @@ class Summed:
     """The buffers that got a gradient from any push."""
     receipts: list[Mapping[str, Any]] = field(default_factory=list)
     """A receipt of each group."""
+    loss: float | None = None
+    """The mean of the losses, if the run has losses, and weights that do not sum to 0."""
     has_one_scale: bool = True
     """Whether all pushes had gradients of the same scale."""
     weights_cancel: bool = False

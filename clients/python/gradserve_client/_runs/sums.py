@@ -14,6 +14,7 @@ import numpy as np
 from gradserve_client._adding import added
 from gradserve_client._http.placement import balanced
 from gradserve_client._http.policy import Call
+from gradserve_client._runs.losses import KEPT_LOSSES
 from gradserve_client._runs.parts import Group, Part, rounds
 from gradserve_client._runs.rules import canonical
 from gradserve_client._runs.summed import Read, Summed
@@ -32,10 +33,21 @@ _TALLIED = 3
 
 
 class Sums:
-    """The buffers of a model, `parts` by their names, and their tallies. Of the buffers' `rules`, None is omitted."""
+    """The buffers of a model, `parts` by their names, their tallies, and that of the losses if `loss` names one.
 
-    def __init__(self, server: Client, parts: Mapping[str, Part], rules: Mapping[str, Any], request_bytes: int) -> None:
-        self._server, self._parts, self._request_bytes = server, parts, request_bytes
+    Of the buffers' `rules`, None is omitted.
+    """
+
+    def __init__(
+        self,
+        server: Client,
+        parts: Mapping[str, Part],
+        rules: Mapping[str, Any],
+        request_bytes: int,
+        loss: str | None = None,
+    ) -> None:
+        self._server, self._gradients, self._request_bytes, self._loss = server, [*parts], request_bytes, loss
+        self._parts = dict(parts) if loss is None else {**parts, loss: Part((), "float64", None)}
         self._rules = {name: rule for name, rule in rules.items() if rule is not None}
         self.places: Mapping[str, str] = {}
         """The URLs of the buffers' servers, if the client has several servers."""
@@ -66,12 +78,14 @@ class Sums:
 
     def _create(self) -> list[BufferInfo]:
         tally = {name: rule for name, rule in self._rules.items() if name != "max_norm"}
+        own = {self._loss: {**tally, "keep": max(KEPT_LOSSES, tally.get("keep", 1))}}
         infos: list[BufferInfo] = []
         for one in self._rounds:
             specs: dict[str, Any] = {}
             for group in one.groups:
                 for name in group.names:
-                    specs[name] = {"shape": self._parts[name].shape, "dtype": self._parts[name].dtype, **self._rules}
+                    rules = own.get(name, self._rules)
+                    specs[name] = {"shape": self._parts[name].shape, "dtype": self._parts[name].dtype, **rules}
                 specs[group.tally] = {"shape": len(group.names) + _TALLIED, "dtype": "float64", **tally}
             infos += self._server.buffers.create_many(specs).values()
         return infos
@@ -87,8 +101,8 @@ class Sums:
         of_all: Any = {name: rule for name, rule in rules.items() if name != "max_norm"}
         if of_all:
             self._server.buffers.set_rules([name for one in self._rounds for name in one.names], **of_all)
-        if "max_norm" in rules:  # not of the tallies, whose numbers are no gradients
-            self._server.buffers.set_rules([*self._parts], max_norm=rules["max_norm"])
+        if "max_norm" in rules:  # not of the tallies and the losses, whose numbers are no gradients
+            self._server.buffers.set_rules(self._gradients, max_norm=rules["max_norm"])
         self._rules = new
 
     def rules(self) -> dict[str, Any]:
@@ -202,6 +216,8 @@ class Sums:
             tallies = {group.tally for group in one.groups}
             for dtype, names in one.reads(self._parts).items():
                 found |= self._found(partial(fetch, names, dtype), dtype, reduce, tallies)
+            if self._loss in found:
+                summed.loss = _mean(found.pop(self._loss), reduce)
             summed.enter(one, found, reduce)
         return summed
 
@@ -240,6 +256,14 @@ def _tally(group: Group, used: set[str], scale: float, weight: float) -> Array:
     if not weight:
         return np.zeros(())
     return np.copysign(np.array([*(name in used for name in group.names), 1, scale, scale * scale], np.float64), weight)
+
+
+def _mean(read: Read, reduce: Reduce) -> float | None:
+    """Return the mean loss. Weights that sum to 0 have none."""
+    value, receipt = read
+    if value is None or not receipt["weight"]:
+        return None
+    return float(value) if reduce == "mean" else float(value) / float(receipt["weight"])
 
 
 def _means(found: Mapping[str, Read], tallies: set[str]) -> dict[str, Read]:

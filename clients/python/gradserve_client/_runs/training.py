@@ -14,6 +14,7 @@ import numpy as np
 from gradserve_client._http.log import logger
 from gradserve_client._http.outcomes import Answer
 from gradserve_client._http.policy import Call
+from gradserve_client._runs.losses import KEPT_LOSSES
 from gradserve_client._runs.rules import FOLLOWS, canonical
 from gradserve_client._wire import answers, bulk, calls, graphs
 from gradserve_client._wire.arguments import check_choice
@@ -33,9 +34,6 @@ OPTIMIZERS = {"AdamWOptimizer": ("momentums_1", "momentums_2"), "SGDOptimizerV2"
 
 CLOSED_WAIT_SECONDS = 15.0
 """Seconds that a step waits for its epoch: alike in all workers, because their requests have one key."""
-
-KEPT_LOSSES = 20
-"""Closed epochs of the loss that are kept, at least: the page draws them. More would bound the contributors."""
 
 NO_CLIP = 1e300
 """A norm that no clipping reaches."""
