@@ -152,7 +152,10 @@ def test_a_chart_without_a_picture(open_page: Open, server: str, http: httpx.Cli
 def test_the_settings_and_limits_in_force_can_be_searched(open_page: Open, server: str, http: httpx.Client) -> None:
     page = show(open_page, server)
     about = http.get("/v1/service").json()
-    table = page.get_by_role("group", name="Settings and limits in force").get_by_role("row")
+    folded = page.get_by_role("group", name="Settings and limits in force")
+    expect(folded).to_be_hidden()
+    page.get_by_text("Settings and limits in force").click()
+    table = folded.get_by_role("row")
     expect(table).to_have_count(1 + len(about["settings"]) + len(about["limits"]))
     for name, setting in (about["settings"] | about["limits"]).items():
         row = table.filter(has=page.get_by_role("rowheader", name=name, exact=True))
@@ -161,6 +164,22 @@ def test_the_settings_and_limits_in_force_can_be_searched(open_page: Open, serve
     expect(table.filter(has_text="max_json_members")).to_contain_text("Members of a JSON object, at most")
     page.get_by_role("searchbox").fill("seconds KEEP_alive")
     expect(table.filter(visible=True)).to_contain_text(["name", "GRADSERVE_KEEP_ALIVE"])
+    page.goto(f"{server}#/service?settings=max_tensor_bytes")  # a link opens it
+    expect(table.filter(visible=True)).to_contain_text(["name", "GRADSERVE_MAX_TENSOR_BYTES"])
+
+
+def test_settings_have_units(open_page: Open, server: str, http: httpx.Client) -> None:
+    page = open_page(f"{server}#/operators")
+    about = http.get("/v1/service").json()
+    amounts = {3 << 29: "1,536 MiB", 1 << 30: "1 GiB", 24_000_000: "24 MB", 1_000_001: "1,000,001 B", 0: "0 B"}
+    about["settings"] = {f"S{value}": {"value": value, "meaning": "Bytes of S."} for value in amounts}
+    about["limits"] = {"GRADSERVE_PORT": {"value": 65000, "meaning": "Port."}}
+    about["limits"]["days"] = {"value": 86400.0, "meaning": "Seconds of days."}
+    page.route("**/v1/service", lambda route: route.fulfill(json=about))
+    page.goto(f"{server}#/service?settings=")
+    values = page.locator(".settings td:nth-child(2) code")
+    expect(values).to_have_text([*amounts.values(), "65000", "86,400 s"])
+    assert [each.get_attribute("title") for each in values.all()[:2]] == ["1,610,612,736 bytes", "1,073,741,824 bytes"]
 
 
 def test_a_server_that_is_away_for_a_while_leaves_no_gap(
@@ -265,7 +284,7 @@ def test_the_errors_of_the_last_minute_and_a_store_that_is_nearly_full(open_page
     expect(tile(page, "errors")).to_have_class("late")
     expect(tile(page, "store")).to_have_text("950 B, 95%")
     expect(page.locator('[data-tile="store"] .track')).to_have_class("track slow")
-    expect(tile(page, "requests")).to_have_text("1.75/s")
+    expect(tile(page, "requests")).to_have_text("1.75/s")  # without the page's own files
     expect(tile(page, "p99")).to_have_text("–")
 
 
@@ -382,6 +401,7 @@ def test_axe_finds_nothing(
     expect(chart(page, "requests").locator(".lines li").first).to_be_visible()
     assert findings(page) == []
     as_numbers(page)
+    page.get_by_text("Settings and limits in force").click()
     expect(chart(page, "requests").locator("tbody tr").first).to_be_visible()
     assert findings(page) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -45,7 +45,7 @@ export function plot({ signal, height, x, y, dots = false, cross = false, sync =
     return {
       width: element.clientWidth,
       height,
-      padding: [8, 8, 0, 0],
+      padding: [8, 24, 0, 0], // half of the last time fits
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, sync: { key: sync }, points: { size: 6 } },
       hooks: {

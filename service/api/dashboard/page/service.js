@@ -12,7 +12,7 @@ const SPANS = [["5 min", 300], ["15 min", 900], ["1 h", 3600]];
 
 const MINUTE = 60;
 
-export async function show(main, { api, caller, signal }) {
+export async function show(main, { api, caller, signal, parameters }) {
   if (!caller.scopes.includes("admin")) return put(main, refusal(caller));
   const about = await api.get("v1/service", { signal });
   const samples = [];
@@ -25,7 +25,7 @@ export async function show(main, { api, caller, signal }) {
     h("div", { class: "line top" }, h("h1", {}, "Service"), state, spans(view, drawAll)),
     tiles.element,
     h("div", { class: "panels charts" }, charts.map((each) => each.element)),
-    settingsPanel(about),
+    settingsPanel(about, parameters.query.get("settings")),
   );
   function drawAll() {
     const now = samples.at(-1)?.at ?? api.now();

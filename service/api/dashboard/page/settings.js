@@ -1,17 +1,24 @@
-// The settings and limits in force, as a table that can be searched.
+// The settings and limits in force, as a table that can be searched. It is folded: the charts are read more often.
 
 import { h, say, scroller, table } from "./dom.js";
 import { many } from "./words.js";
 
-/** Return the panel. */
-export function settingsPanel({ settings, limits }) {
+const UNITS = { TiB: 2 ** 40, TB: 1e12, GiB: 2 ** 30, GB: 1e9, MiB: 2 ** 20, MB: 1e6, KiB: 1024, kB: 1000 };
+
+/** Return the panel. With words to look for, as in #/service?settings=seconds, it is open. */
+export function settingsPanel({ settings, limits }, words) {
   const rows = [
     ...Object.entries(settings).map(([name, each]) => row(name, each)),
     ...Object.entries(limits).map(([name, each]) => row(name, each, "a limit without a setting")),
   ];
   const count = h("span", { class: "muted", role: "status" });
-  const words = { placeholder: "Search", "aria-label": "Search settings and limits" };
-  const search = h("input", { type: "search", oninput: find, ...words });
+  const search = h("input", {
+    type: "search",
+    placeholder: "Search",
+    "aria-label": "Search settings and limits",
+    value: words,
+    oninput: find,
+  });
   function find() {
     const parts = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     for (const each of rows) each.element.hidden = !parts.every((word) => each.text.includes(word));
@@ -20,16 +27,17 @@ export function settingsPanel({ settings, limits }) {
   find();
   const label = "Settings and limits in force";
   return h(
-    "section",
-    { class: "panel wide" },
-    h("h2", { class: "line" }, label, count, search),
+    "details",
+    { class: "panel wide", open: words !== null },
+    h("summary", {}, h("h2", {}, label)),
+    h("p", { class: "line" }, search, count),
     scroller(label, "", table("plain settings", ["name", "value", "meaning"], rows.map((each) => each.element))),
   );
 }
 
 function row(name, { value, meaning }, note) {
   const text = `${name} ${value} ${meaning}`.toLowerCase();
-  const written = value === null ? h("span", { class: "muted" }, "not set") : h("code", {}, shown(name, value));
+  const written = value === null ? h("span", { class: "muted" }, "not set") : shown(name, value, meaning);
   return {
     text,
     element: h(
@@ -42,7 +50,17 @@ function row(name, { value, meaning }, note) {
   };
 }
 
-/** Long numbers have commas between their thousands. A port is no amount. */
-function shown(name, value) {
-  return typeof value === "number" && !name.endsWith("_PORT") ? value.toLocaleString("en") : String(value);
+/** Bytes and seconds have their unit, and long numbers commas between their thousands. A port is no amount. */
+function shown(name, value, meaning) {
+  if (typeof value !== "number" || name.endsWith("_PORT")) return h("code", {}, String(value));
+  const exact = value.toLocaleString("en");
+  const [what] = meaning.split(" ", 1);
+  const text = { Bytes: bytes(value), Seconds: `${exact} s` }[what] ?? exact;
+  return h("code", { class: "amount", title: what === "Bytes" ? `${exact} bytes` : null }, text);
+}
+
+/** Return bytes in the largest unit that they are a whole number of: 1 GiB, 24 MB, 1,000,001 B. */
+function bytes(value) {
+  const [unit, each] = Object.entries(UNITS).find(([, each]) => value > 0 && value % each === 0) ?? ["B", 1];
+  return `${(value / each).toLocaleString("en")} ${unit}`;
 }
