@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from service.kernels import OPERATORS
 from service.settings import Settings
 from tests.commands import helps
 from tests.documentation import DOCUMENTS, README, ROOT, TABLES, Block, blocks, rendered, tables
+from tests.integration.conftest import free_port
 from tests.serving import serving
 from tests.trainers import is_trainer, trained
 
@@ -31,8 +33,17 @@ MAX_README_BYTES = 8192
 
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in DOCUMENTS}
 BLOCKS = {name: blocks(text) for name, text in TEXTS.items()}
-RUN = {"bash": ("json", "text"), "python": ("text",)}
+MAX_PATH_BYTES = 5000
+"""The limit of a page that leads a reader: the reference has the rest."""
+
+RUN = {"bash": ("json", "text"), "python": ("text",), "go": ("text",), "javascript": ("text",)}
 """The languages of examples, and the languages of the output after each."""
+
+PROGRAMS = {"go": (["go", "run"], "main.go"), "javascript": (["node"], "main.mjs")}
+"""How a program in another language is run, and the name of its file."""
+
+SESSIONS = ("docs/start-operations.md", "docs/start-understanding.md")
+"""The pages whose blocks are one session of a shell, with a server of its own on port 8001."""
 
 CLIENT = "clients/python/README.md"
 OTHERS = ("benchmarks/README.md", CLIENT, "examples/README.md")
@@ -43,12 +54,20 @@ LINKED = sorted({*DOCUMENTS, *ROOT.glob("*.md"), *(ROOT / name for name in OTHER
 def examples() -> list[tuple[str, int, Block, str]]:
     """Return document, number, code and printed output of every example. The client's document has others besides."""
     client = blocks((ROOT / CLIENT).read_text())
-    return [
+    found = [
         (name, number, block, output.text)
         for name, found in {**BLOCKS, CLIENT: client}.items()
         for number, (block, output) in enumerate(itertools.pairwise(found))
         if block.language in RUN and (name != CLIENT or output.language in RUN[block.language])
     ]
+    return [one for one in found if one[0] not in SESSIONS] + [session(name, found) for name in SESSIONS]
+
+
+def session(name: str, found: list[tuple[str, int, Block, str]]) -> tuple[str, int, Block, str]:
+    """Return all examples of a page as one. Whatever it has started ends with its shell."""
+    parts = [(block.text, output) for page, _, block, output in found if page == name]
+    code = "trap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n" + "".join(text for text, _ in parts)
+    return name, 0, Block("bash", code, False), "".join(output for _, output in parts)
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +82,12 @@ def url() -> Iterator[str]:
     [pytest.param(name, block, output, id=f"{name}-{number}") for name, number, block, output in examples()],
 )
 def test_examples_answer_as_printed(url: str, name: str, block: Block, output: str, tmp_path: Path) -> None:
-    assert "127.0.0.1:8000" in block.text
-    code = block.text.replace("127.0.0.1:8000", url.removeprefix("http://"))
-    if block.language == "bash":
-        command, path = ["bash", "-euc", code], f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        given: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PATH": path}, "timeout": 60}
+    assert re.search("127.0.0.1:800[01]", block.text)
+    code = block.text.replace("127.0.0.1:8000", url.removeprefix("http://")).replace("8001", str(free_port()))
+    if command := command_of(block, code, tmp_path):
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        given: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PATH": path}, "timeout": 100}
         printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, **given).stdout
-    elif "import jax" in code:  # absl, which it brings, closes pytest's stderr when a later server sets up its log
-        command = [sys.executable, "-c", code]
-        printed = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, check=True, cwd=tmp_path, timeout=60
-        ).stdout
     elif is_trainer(code):
         printed = trained(code, tmp_path, workers=2)
     else:
@@ -82,6 +96,20 @@ def test_examples_answer_as_printed(url: str, name: str, block: Block, output: s
             exec(compile(code, name, "exec"), {})
         printed = captured.getvalue()
     assert printed.strip() == output.strip()
+
+
+def command_of(block: Block, code: str, folder: Path) -> list[str]:
+    """Return the command that runs the code of an example. Python runs in this process: its command is empty."""
+    if block.language in PROGRAMS:
+        (program, *words), file = PROGRAMS[block.language]
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+        (folder / file).write_text(code)
+        return [program, *words, file]
+    if block.language == "bash":
+        return ["bash", "-euc", code]
+    # absl, which JAX brings, closes pytest's stderr when a later server sets up its log
+    return [sys.executable, "-c", code] if "import jax" in code else []
 
 
 def test_every_recipe_saves_contiguous_arrays() -> None:
@@ -150,8 +178,11 @@ def test_the_readme_counts_the_operators() -> None:
     assert int(count) <= len(OPERATORS.keys() - others)
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_and_the_paths_are_short() -> None:
     assert len(README.read_bytes()) <= MAX_README_BYTES
+    paths = [*(ROOT / "docs").glob("start-*.md")]
+    assert len(paths) == 6
+    assert {path.name: size for path in paths if (size := len(path.read_bytes())) > MAX_PATH_BYTES} == {}
 
 
 # ----- links -----
@@ -170,6 +201,11 @@ def links(path: Path) -> list[str]:
     return [link for link in found if not re.match(r"https?://", link)]
 
 
+def targets(path: Path) -> set[Path]:
+    """Return the files that a document links to."""
+    return {(path.parent / link.partition("#")[0]).resolve() for link in links(path)}
+
+
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_has_a_target(path: Path) -> None:
     for link in links(path):
@@ -179,9 +215,12 @@ def test_every_link_has_a_target(path: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_every_document_is_linked_from_the_readme() -> None:
-    linked = {(ROOT / link.partition("#")[0]).resolve() for link in links(README)}
-    assert linked >= {path.resolve() for path in LINKED} - {README}
+def test_every_document_is_reached_from_the_readme() -> None:
+    """A path is linked at least from the page that its readers come to; every other document from the README."""
+    direct = targets(README)
+    paths = {path for path in LINKED if path.name.startswith("start-")}
+    assert direct >= set(LINKED) - paths - {README}
+    assert paths <= direct.union(*(targets(path) for path in direct & set(LINKED)))
 
 
 # ----- names in the text -----

@@ -59,7 +59,7 @@ _LOG_SOFTMAX = _Rule(lambda dY, Y: np.einsum("odi->oi", dY), _log_softmax_apply)
 def softmax_grad(dY: Rank2[T], Y: Rank2[T], /, *, axis: int = 1, out: T | None = None) -> Rank2[T]:
     """dX = Y * (dY - sum(dY * Y)), the sum over all dimensions from `axis` on.
 
-    The default axis, 1, needs a rank of 2 or more.
+    For models of opset 12 and older; newer ones need SoftmaxGrad_13. The default axis, 1, needs a rank of 2 or more.
     """
     axis = normalize_axis(axis, Y.ndim, "Y")
     return _grad(_SOFTMAX, dY, Y, axis, Y.ndim, out)
@@ -69,7 +69,7 @@ def softmax_grad(dY: Rank2[T], Y: Rank2[T], /, *, axis: int = 1, out: T | None =
 def log_softmax_grad(dY: Rank2[T], Y: Rank2[T], /, *, axis: int = 1, out: T | None = None) -> Rank2[T]:
     """dX = dY - exp(Y) * sum(dY), the sum over all dimensions from `axis` on.
 
-    The default axis, 1, needs a rank of 2 or more.
+    For models of opset 12 and older; newer ones need LogSoftmaxGrad_13. The default axis, 1, needs a rank of 2 or more.
     """
     axis = normalize_axis(axis, Y.ndim, "Y")
     return _grad(_LOG_SOFTMAX, dY, Y, axis, Y.ndim, out)
@@ -77,14 +77,20 @@ def log_softmax_grad(dY: Rank2[T], Y: Rank2[T], /, *, axis: int = 1, out: T | No
 
 @op("SoftmaxGrad_13", outputs="dX", example=_PROBABILITIES)
 def softmax_grad_13(dY: T, Y: T, /, *, axis: int = -1, out: T | None = None) -> T:
-    """dX = Y * (dY - sum(dY * Y)), the sum along `axis`."""
+    """dX = Y * (dY - sum(dY * Y)), the sum along `axis`.
+
+    For models of opset 13 and newer; older ones need SoftmaxGrad, which sums over several dimensions.
+    """
     axis = normalize_axis(axis, Y.ndim, "Y")
     return _grad(_SOFTMAX, dY, Y, axis, axis + 1, out)
 
 
 @op("LogSoftmaxGrad_13", outputs="dX", example=_LOGARITHMS)
 def log_softmax_grad_13(dY: T, Y: T, /, *, axis: int = -1, out: T | None = None) -> T:
-    """dX = dY - exp(Y) * sum(dY), the sum along `axis`."""
+    """dX = dY - exp(Y) * sum(dY), the sum along `axis`.
+
+    For models of opset 13 and newer; older ones need LogSoftmaxGrad, which sums over several dimensions.
+    """
     axis = normalize_axis(axis, Y.ndim, "Y")
     return _grad(_LOG_SOFTMAX, dY, Y, axis, axis + 1, out)
 

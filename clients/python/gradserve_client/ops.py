@@ -4497,7 +4497,8 @@ class Ops:
     ) -> Array | Receipt:
         """dX = Y * (dY - sum(dY * Y)), the sum over all dimensions from `axis` on.
 
-        The default axis, 1, needs a rank of 2 or more.
+        For models of opset 12 and older; newer ones need SoftmaxGrad_13. The default axis, 1, needs a rank of 2 or
+        more.
 
         dY, Y: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
@@ -4528,7 +4529,8 @@ class Ops:
     ) -> Array | Receipt:
         """dX = dY - exp(Y) * sum(dY), the sum over all dimensions from `axis` on.
 
-        The default axis, 1, needs a rank of 2 or more.
+        For models of opset 12 and older; newer ones need LogSoftmaxGrad_13. The default axis, 1, needs a rank of 2 or
+        more.
 
         dY, Y: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
@@ -4558,6 +4560,8 @@ class Ops:
         self, dY: Input, Y: Input, *, axis: int = -1, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = Y * (dY - sum(dY * Y)), the sum along `axis`.
+
+        For models of opset 13 and newer; older ones need SoftmaxGrad, which sums over several dimensions.
 
         dY, Y: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
@@ -4589,6 +4593,8 @@ class Ops:
         self, dY: Input, Y: Input, *, axis: int = -1, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = dY - exp(Y) * sum(dY), the sum along `axis`.
+
+        For models of opset 13 and newer; older ones need LogSoftmaxGrad, which sums over several dimensions.
 
         dY, Y: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
