@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from service.api.dashboard.limits import CONSTANTS
+from service.api.operators.onnx_names import NOT_SERVED
 from service.api.telemetry.metrics import FAMILIES, GAUGES
 from service.api.telemetry.processes import INFORMATION
 from service.errors import tree
@@ -60,17 +60,19 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def operators() -> str:
-    """A table for each family of operators: a module of kernels, with the first words of its docstring as the title."""
+    """A table for each family of operators."""
     families: dict[str, list[Operator]] = {}
     for operator in OPERATORS.values():
-        families.setdefault(operator.kernel.__module__, []).append(operator)
-    return "\n".join(
-        f"### {_title(sys.modules[name].__doc__ or '')}\n\n{_family(members)}" for name, members in families.items()
-    )
+        families.setdefault(operator.family, []).append(operator)
+    return "\n".join(f"### {name}\n\n{_family(members)}" for name, members in sorted(families.items()))
 
 
-def _title(docstring: str) -> str:
-    return re.split(r"[:.]\s", docstring, maxsplit=1)[0]
+def not_served() -> str:
+    """The operators that are not served, by the reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in NOT_SERVED.items():
+        reasons.setdefault(why, []).append(name)
+    return table(("operators", "why not"), ((", ".join(names), why) for why, names in reasons.items()))
 
 
 def _family(members: Iterable[Operator]) -> str:
@@ -143,7 +145,7 @@ def nodes() -> str:
     return table(("domain", "gradient", "operators"), rows)
 
 
-TABLES = {make.__name__: make for make in (operators, nodes, errors, settings, limits, metrics)}
+TABLES = {make.__name__: make for make in (operators, not_served, nodes, errors, settings, limits, metrics)}
 """The generated tables, by the names in their marks."""
 
 _TABLE = re.compile(r"(<!-- (\w+): make docs -->\n).*?(<!-- end -->)", re.DOTALL)

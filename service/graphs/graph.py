@@ -109,6 +109,7 @@ class Graph:
         needed = frozenset.intersection(*every) if every else frozenset()
         return Operator(
             name=name,
+            family="Graphs",
             kernel=self._run,
             inputs=tuple(_tensors(self._inputs, needed - self._program.initial.keys())),
             outputs=tuple(_tensors(self._outputs, ())),

@@ -12,6 +12,7 @@ Everywhere but in a kernel's arguments, the tensor `b` of the group `weights` ha
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +36,8 @@ class Operator:
     """Everything that the service knows about an operator, read from its kernel's declaration."""
 
     name: str
+    family: str
+    """The heading that lists show it under: `FAMILY` in its kernel's module."""
     kernel: Callable[..., Any]
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -235,6 +238,7 @@ def op(
         )
         operator = Operator(
             name=name,
+            family=sys.modules[kernel.__module__].FAMILY,
             kernel=kernel,
             inputs=inputs,
             outputs=tuple(read_tensor(*pair) for pair in zip(outputs.split(), returns, strict=True)),

@@ -18,6 +18,8 @@ from service.kernels._narrow import narrow, widen
 from service.kernels._op import op
 from service.kernels._types import T_GRAD, AnyTensor, Flag, T
 
+FAMILY = "Accumulation of gradients"
+
 _BUFFER = {"gradient_buffer": [[1.0, 2.0], [3.0, 4.0]], "gradient": [0.5, -0.5]}
 
 

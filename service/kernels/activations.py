@@ -16,6 +16,8 @@ from service.kernels._elementwise import bits, elementwise
 from service.kernels._op import op
 from service.kernels._types import T
 
+FAMILY = "Activations"
+
 _SAMPLE = {"dY": [[1.0, -2.0], [3.0, 0.5]], "X": [[0.5, -1.0], [2.0, 0.0]]}
 _PROBABILITIES = {"dY": [[1.0, -2.0], [3.0, 0.5]], "Y": [[0.5, 0.25], [0.75, 1.0]]}
 

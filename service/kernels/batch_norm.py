@@ -22,6 +22,8 @@ from service.kernels._narrow import load, room_for, store
 from service.kernels._op import op
 from service.kernels._types import Bit, Rank4, T, U, V
 
+FAMILY = "Normalization"
+
 TILE_NUMBERS = 1 << 18
 """Numbers of each tensor in a tile, which takes ten of NumPy's calls."""
 

@@ -9,6 +9,8 @@ from service.errors import ShapeMismatch, TooManyDimensions, shown
 from service.kernels._op import op
 from service.kernels._types import Shape
 
+FAMILY = "Arithmetic and sums"
+
 MAX_LENGTH = 1 << 16
 """Dimensions of an operand: a thousand times as many as a tensor has. Each takes up to 40 bytes on the way."""
 

@@ -16,6 +16,8 @@ from service.kernels._checks import normalize_axis
 from service.kernels._op import op
 from service.kernels._types import Element, Group, Rank2, TSize
 
+FAMILY = "Indexing, slicing and joining"
+
 ALONE_BYTES = 1 << 22
 """Bytes that one thread copies. To start a helper for fewer takes as long as to copy them."""
 

@@ -28,6 +28,8 @@ from service.kernels._op import check_work, op
 from service.kernels._types import NotNegative, Positive, Rank4, T
 from service.kernels._windows import AutoPad, Windows
 
+FAMILY = "Convolution, pooling and resizing"
+
 _Gradients = Callable[[Windows, Array, Array, Array, Array | None, Array | None], None]
 
 _SMALL = [[[[1.0, 2.0], [3.0, 4.0]]]]

@@ -11,6 +11,8 @@ from service.kernels._elementwise import bits, elementwise, prepare
 from service.kernels._op import op
 from service.kernels._types import Flag, T, U
 
+FAMILY = "Dropout"
+
 _EXAMPLE = {
     "dy": [[1.0, -2.0], [3.0, 4.0]],
     "mask": [[True, False], [False, True]],

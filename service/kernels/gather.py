@@ -14,6 +14,8 @@ from service.kernels._op import op
 from service.kernels._scatter import add_rows, clear, flat_indices, output_size, read_shape, scatter_add
 from service.kernels._types import Shape, T, Tind
 
+FAMILY = "Indexing, slicing and joining"
+
 SORT_BYTES = 16
 """Bytes that NumPy takes to sort an index: its place, and as much to merge."""
 

@@ -19,6 +19,8 @@ from service.kernels._elementwise import bits, elementwise
 from service.kernels._op import op
 from service.kernels._types import T
 
+FAMILY = "Activations"
+
 FAR = 40.0
 """Beyond this and below its negative, GELU's slope is 1 and 0 in float64."""
 

@@ -23,6 +23,8 @@ from service.kernels._recurrent_pass import Backward, Forward, run_pass, sigmoid
 from service.kernels._recurrent_plan import Direction, make_plan, multiply_adds
 from service.kernels._types import Rank2, Rank3, Rank4, T, TSize
 
+FAMILY = "Recurrent networks"
+
 _INPUTS = {
     "X": [[[1.0]], [[-0.5]]],
     "W": [[[0.5], [-0.25], [1.0]]],

@@ -21,6 +21,8 @@ from service.kernels._op import op
 from service.kernels._scatter import clear, flat_indices, output_size, read_shape, scatter_add
 from service.kernels._types import Element, NotNegative, Rank2, Shape, T, Tind
 
+FAMILY = "Indexing, slicing and joining"
+
 
 @op(
     "GatherElementsGrad",

@@ -24,6 +24,8 @@ from service.kernels._op import op
 from service.kernels._samples import samples_of_axis_1, samples_of_last_axis, samples_of_shares
 from service.kernels._types import Rank0, Rank2, T, Tind, TSize, V
 
+FAMILY = "Losses"
+
 Reduction = Literal["mean", "sum", "none"]
 Total = Literal["mean", "sum"]
 OutputType = Literal[1, 10, 11, 16]

@@ -26,6 +26,8 @@ from service.kernels._recurrent_pass import Backward, Forward, run_pass, sigmoid
 from service.kernels._recurrent_plan import Direction, make_plan, multiply_adds
 from service.kernels._types import Rank2, Rank3, Rank4, T, TSize
 
+FAMILY = "Recurrent networks"
+
 _WEIGHTS = {"X": [[[1.0]], [[-0.5]]], "W": [[[0.5], [-0.25], [1.0], [0.75]]], "R": [[[0.25], [0.5], [-1.0], [0.5]]]}
 _STARTS = {"SL": [2], "Ht0": [[[0.5]]], "Ct0": [[[-0.25]]]}
 _KEPT = {

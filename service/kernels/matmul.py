@@ -12,6 +12,8 @@ from service.kernels._blocks import block_length, new_output, row_major, share_o
 from service.kernels._op import op
 from service.kernels._types import Bit, Rank2, T
 
+FAMILY = "Arithmetic and sums"
+
 PIECE_MULTIPLY_ADDS = 1 << 26
 """Multiplications and additions of a piece: some milliseconds, which outweigh the start of a helper."""
 

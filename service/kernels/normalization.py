@@ -26,6 +26,8 @@ from service.kernels._op import op
 from service.kernels._row_gradients import BLOCK_ELEMENTS, Gradients, Rows
 from service.kernels._types import Rank2, T, U, V
 
+FAMILY = "Normalization"
+
 _SAMPLE = {"Y_grad": [[1.0, -1.0], [2.0, 0.5]], "scale": [1.0, 2.0]}
 _FORWARD, _INVERSE = [[1.0, 2.0], [4.0, 2.0]], [[2.0], [1.0]]
 

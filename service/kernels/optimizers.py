@@ -22,6 +22,8 @@ from service.kernels._op import op
 from service.kernels._types import T_GRAD, Bit, Flag, Group, Rank0, T, TSize, U, V
 from service.kernels._updates import dtype_of, sum_of_squares, update
 
+FAMILY = "Optimizers"
+
 Weights = TypeVar("Weights", bound=Annotated[Array, dtypes.FLOATS])
 Mixed = TypeVar("Mixed", bound=Annotated[Array, dtypes.FLOATS])
 

@@ -16,6 +16,8 @@ from service.kernels._op import op
 from service.kernels._scatter import clear, flat_indices
 from service.kernels._types import Rank2, Shape, T, Tind
 
+FAMILY = "Indexing, slicing and joining"
+
 
 def _work(input: Array, indices: Array, unflatten_dims: Array) -> int:
     return math.prod(unflatten_dims.ravel()[:2].tolist()) * math.prod(input.shape[1:])

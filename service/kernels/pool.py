@@ -25,6 +25,8 @@ from service.kernels._types import Bit, NotNegative, Positive, Rank4, Shape, T, 
 from service.kernels._windows import AutoPad, Windows, make_windows, same
 from service.limits import MAX_RANK
 
+FAMILY = "Convolution, pooling and resizing"
+
 INDEX_BLOCK = 1 << 16
 """Indices in a block."""
 

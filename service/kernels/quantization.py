@@ -18,6 +18,8 @@ from service.kernels._op import op
 from service.kernels._types import Flag, T
 from service.kernels._updates import update
 
+FAMILY = "Quantization"
+
 
 @op("FakeQuant", outputs="output mask", example={"input": [-1.0, 0.25, 300.0], "scale": 0.5, "zero_point": 1.0})
 def fake_quant(input: T, scale: T, zero_point: T, /, *, quant_min: int = 0, quant_max: int = 255) -> tuple[T, Flag]:

@@ -18,6 +18,8 @@ from service.kernels._checks import normalize_axis
 from service.kernels._op import op
 from service.kernels._types import Bit, Number, Rank2, T, Tind
 
+FAMILY = "Arithmetic and sums"
+
 MIN_WIDTH = 1024
 """The fewest columns of a part, unless there are fewer: short pieces of distant rows are slow to read."""
 

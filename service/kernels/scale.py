@@ -11,6 +11,8 @@ from service.kernels._elementwise import elementwise
 from service.kernels._op import op
 from service.kernels._types import Bit, Number, T
 
+FAMILY = "Arithmetic and sums"
+
 
 @op("Scale", outputs="output", example={"input": [[1.0, -2.0], [3.0, 0.5]], "scale": 4.0, "scale_down": 1})
 def scale(input: T, scale: Number, /, *, scale_down: Bit = 0, out: T | None = None) -> T:

@@ -24,6 +24,8 @@ from service.kernels._narrow import load, room_for, store
 from service.kernels._op import op
 from service.kernels._types import Rank2, T
 
+FAMILY = "Softmax"
+
 MIN_TILE_COLUMNS = 4096
 """The fewest columns in a tile, unless the tensor has fewer: short pieces of distant rows are slow to read."""
 

@@ -59,6 +59,25 @@ def test_an_operator_that_exists_elsewhere(client: httpx.Client, name: str, faul
         assert (answer.status_code, answer.json()) == (404, {"error": f"{fault} GET /v1/ops lists all"})
 
 
+def test_each_operator_has_a_family(client: httpx.Client) -> None:
+    listed = {one["name"]: one["family"] for one in client.get("/v1/ops").json()["operators"]}
+    assert listed.keys() == OPERATORS.keys()
+    assert 8 <= len({*listed.values()}) <= 14
+    assert all(re.fullmatch("[A-Z][a-z, ]{3,40}", family) for family in listed.values())
+    assert listed["GRUGrad"] == listed["LSTMTraining"] == "Recurrent networks"
+    assert listed["GeluGrad"] == listed["ReluGrad"] == client.get("/v1/ops/TanhGrad").json()["family"] == "Activations"
+
+
+def test_the_list_says_what_is_not_served(client: httpx.Client) -> None:
+    found = {one["name"]: one["why"] for one in client.get("/v1/ops").json()["not_served"]}
+    assert found["GistBinarizeEncoder"] == "ends the process of ONNX Runtime"
+    assert all(found.values())
+    assert found.keys().isdisjoint(OPERATORS)
+    for name in found:
+        detail = assert_problem(client.get(f"/v1/ops/{name}"), 404, "unknown_operator")["detail"]
+        assert detail.startswith(f"{name} is an operator of ONNX Runtime, but not served here.")
+
+
 def test_a_tensor_may_be_a_list_or_a_scalar(client: httpx.Client) -> None:
     assert relu(client, [[1, 2.5]], [[3, -1]]) == {"dtype": "float32", "shape": [1, 2], "data": [[1.0, 0.0]]}
     assert relu(client, 5, 1) == {"dtype": "float32", "shape": [], "data": 5.0}

@@ -17,6 +17,8 @@ from service.kernels._op import op
 from service.kernels._types import Flag, Group, Positive, T, Tind
 from service.limits import Limits
 
+FAMILY = "Tests"
+
 
 @pytest.fixture(autouse=True)
 def own_operators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,8 @@ from tests.golden import store
 from tests.kernels.calls import peak_bytes
 from tests.kernels.equality import assert_same_bits
 
+FAMILY = "Tests"
+
 MANY = int(os.environ.get("GRADSERVE_FUZZ", "1"))
 BASES = 1
 """Golden questions from which calls are made, beside the operator's example."""

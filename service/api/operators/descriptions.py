@@ -50,6 +50,7 @@ class OperatorInfo(TypedDict):
     """An operator: its formula, inputs, outputs and attributes."""
 
     name: str
+    family: Annotated[str, Field(description="The heading that it belongs under, such as Activations.")]
     method: Annotated[str, Field(description="Its method in the Python client.")]
     formula: str
     description: str
@@ -59,10 +60,18 @@ class OperatorInfo(TypedDict):
     example: Example
 
 
+class NotServed(TypedDict):
+    """A training operator of ONNX Runtime that this server does not have."""
+
+    name: str
+    why: str
+
+
 class OperatorList(TypedDict):
     """All operators."""
 
     operators: list[OperatorInfo]
+    not_served: Annotated[list[NotServed], Field(description="The training operators that ONNX Runtime has besides.")]
 
 
 @cache
@@ -70,6 +79,7 @@ def describe(operator: Operator) -> OperatorInfo:
     """Return the operator's declaration as clients read it."""
     return OperatorInfo(
         name=operator.name,
+        family=operator.family,
         method=operator.kernel.__name__,
         formula=operator.formula,
         description=openapi.description(operator),

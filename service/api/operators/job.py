@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from service.api.operators.onnx_names import ONNX, ONNX_RUNTIME
+from service.api.operators.onnx_names import NOT_SERVED, ONNX
 from service.buffers.epochs import check_contributor
 from service.buffers.names import NAME, check_name
 from service.codecs.parts import Part
@@ -114,7 +114,7 @@ def unknown_operator(name: str) -> UnknownOperator:
     near = difflib.get_close_matches(given, names, 1, MIN_SIMILARITY)
     near += [other for other in names if other.startswith(given) and len(given) > 2]
     hint = f" Did you mean {names[near[0]]}?" if near else ""
-    owner = "ONNX" if name in ONNX else "ONNX Runtime" if name in ONNX_RUNTIME else None
+    owner = "ONNX" if name in ONNX else "ONNX Runtime" if name in NOT_SERVED else None
     fault = (
         f"{name} is an operator of {owner}, but not served here"
         if owner

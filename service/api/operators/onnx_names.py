@@ -27,15 +27,21 @@ ONNX = frozenset(
 )
 """The operators of ONNX: ai.onnx and ai.onnx.preview.training, as onnx 1.23 has them."""
 
-ONNX_RUNTIME = frozenset(
-    """
-    AdasumAllReduce All BatchScale BiasDropout BiasSoftmax BiasSoftmaxDropout BitmaskBiasDropout BitmaskDropout
-    BitmaskDropoutGrad ConvTransposeGrad FlattenAndUnpad GistBinarizeDecoder GistBinarizeEncoder GistPack16Decoder
-    GistPack16Encoder GistPack1Decoder GistPack1Encoder GistPack8Decoder GistPack8Encoder GistPackMsfp15Decoder
-    GistPackMsfp15Encoder Group IsAllFinite IsFinite LambOptimizer MegatronF MegatronG MixedPrecisionScale
-    NcclAllGather NcclAllReduce NcclReduceScatter PadAndUnflatten PassThrough PythonOp PythonOpGrad RecordEvent Recv
-    ResizeGrad ScaledSum Send SoftmaxDropoutGrad SummaryHistogram SummaryMerge SummaryScalar SummaryText
-    TorchEmbedding TritonOp View WaitEvent YieldOp
-    """.split()
-)
-"""The training operators of ONNX Runtime 1.19 that have no kernel for a CPU, or that only steer a graph."""
+_WHY = {
+    "has no kernel for a CPU in ONNX Runtime": """
+        BatchScale BiasDropout BiasSoftmax BiasSoftmaxDropout BitmaskBiasDropout BitmaskDropout BitmaskDropoutGrad
+        FlattenAndUnpad GistPack1Decoder GistPack1Encoder GistPack8Decoder GistPack8Encoder GistPack16Decoder
+        GistPack16Encoder GistPackMsfp15Decoder GistPackMsfp15Encoder All IsAllFinite IsFinite LambOptimizer
+        MixedPrecisionScale ScaledSum SoftmaxDropoutGrad TorchEmbedding View
+    """,
+    "ends the process of ONNX Runtime": "GistBinarizeDecoder GistBinarizeEncoder",
+    "moves tensors between processes or GPUs, as buffers do here": """
+        AdasumAllReduce MegatronF MegatronG NcclAllGather NcclAllReduce NcclReduceScatter Recv Send
+    """,
+    "orders the steps of a graph, and computes nothing": "Group PassThrough RecordEvent WaitEvent YieldOp",
+    "runs code that the model brings": "PythonOp PythonOpGrad TritonOp",
+    "writes texts for TensorBoard": "SummaryHistogram SummaryMerge SummaryScalar SummaryText",
+}
+
+NOT_SERVED = {name: why for why, names in _WHY.items() for name in names.split()}
+"""The training operators of ONNX Runtime 1.19 that this server does not have, each with the reason."""

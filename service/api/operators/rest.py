@@ -19,9 +19,10 @@ from service.api.http.negotiation import media_types
 from service.api.http.routing import access
 from service.api.http.tensor_forms import read_tensor
 from service.api.operators import openapi
-from service.api.operators.descriptions import OperatorInfo, OperatorList, describe
+from service.api.operators.descriptions import NotServed, OperatorInfo, OperatorList, describe
 from service.api.operators.job import BufferUse, Job, buffers_of, is_output, unknown_operator
 from service.api.operators.models import attribute_fields
+from service.api.operators.onnx_names import NOT_SERVED
 from service.api.operators.run import Result, run
 from service.codecs import json as json_codec
 from service.codecs import safetensors
@@ -36,8 +37,10 @@ router = APIRouter(tags=["operators"])
 @router.get("/v1/ops", summary="List the operators")
 @access("ops")
 async def list_operators(call: CurrentCall) -> JsonAnswer[OperatorList]:
-    """Each with its formula, inputs, outputs, attributes and an example."""
-    return JsonAnswer({"operators": [describe(operator) for operator in OPERATORS.values()]})
+    """Each with its family, formula, inputs, outputs, attributes and an example; and what is not served."""
+    operators = [describe(operator) for operator in OPERATORS.values()]
+    not_served: list[NotServed] = [{"name": name, "why": why} for name, why in NOT_SERVED.items()]
+    return JsonAnswer({"operators": operators, "not_served": not_served})
 
 
 @router.get("/v1/ops/{op}", summary="Describe an operator")
