@@ -105,6 +105,12 @@ graphs: $(BENCH)/.bench $(VENV)/.dev  ## run the training graphs in FOLDER, whol
 	GRADSERVE_GRAPHS=build/graphs $(BIN)/python -m pytest -q tests/api/test_graphs.py
 	GRADSERVE_GRAPHS_FOLDER=$(FOLDER) $(BIN)/python -m pytest -q tests/graphs/test_training.py
 
+screenshots: $(VENV)/.dev  ## make the screenshots of docs/images again, with Chromium
+	$(BIN)/python -m tests.dashboard.screenshots $(WHAT)
+
+movie: $(VENV)/.dev  ## make the moving picture docs/images/training.gif again, with Chromium
+	$(BIN)/python -m tests.dashboard.movie
+
 docs: $(VENV)/.dev  ## generate the tables of the documents and the modules of the client
 	$(BIN)/python -m tests.documentation
 	$(BIN)/python -m clients.python.generate

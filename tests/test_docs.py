@@ -18,6 +18,7 @@ from typing import Any
 import click
 import pytest
 from gradserve_client._cli.commands import command as gradserve_client_command
+from PIL import Image, ImageSequence
 
 from service.api.telemetry.metrics import FAMILIES
 from service.kernels import OPERATORS
@@ -30,6 +31,9 @@ from tests.trainers import is_trainer, trained
 
 MAX_README_BYTES = 8192
 """The README's limit of bytes: a newcomer reads it in five minutes."""
+
+MAX_PICTURE_BYTES = 1_500_000
+"""The limit of the README's moving picture: a reader on a slow line sees it within seconds."""
 
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in DOCUMENTS}
 BLOCKS = {name: blocks(text) for name, text in TEXTS.items()}
@@ -299,6 +303,15 @@ def test_named_settings_exist() -> None:
         known |= set(re.findall(r"\${(GRADSERVE_[A-Z_]+)", (ROOT / file).read_text()))
     for name, text in TEXTS.items():
         assert set(re.findall(r"\bGRADSERVE_[A-Z_]+\b", text)) <= known, name
+
+
+def test_the_moving_picture_is_small_and_of_ten_seconds() -> None:
+    path = ROOT / "docs" / "images" / "training.gif"
+    assert path.stat().st_size <= MAX_PICTURE_BYTES
+    with Image.open(path) as picture:
+        durations = [frame.info["duration"] for frame in ImageSequence.Iterator(picture)]
+    assert len(durations) > 20
+    assert 8_000 <= sum(durations) <= 12_000
 
 
 def test_every_alert_is_explained() -> None:

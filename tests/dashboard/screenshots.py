@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -43,6 +45,16 @@ SHOTS = {
 }
 
 
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Yield Debian's Chromium."""
+    options = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=options)
+        yield browser
+        browser.close()
+
+
 def take(browser: Browser, url: str, name: str, shot: Shot) -> None:
     """Take a screenshot of a view."""
     page = browser.new_page(viewport={"width": shot.size[0], "height": shot.size[1]}, color_scheme=shot.scheme)
@@ -56,15 +68,11 @@ def take(browser: Browser, url: str, name: str, shot: Shot) -> None:
 
 def main() -> None:
     chosen = sys.argv[1:] or [*SHOTS]
-    chromium = shutil.which("chromium")
-    options = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with serving() as url, sync_playwright() as playwright:
+    with serving() as url, chromium() as browser:
         training = subprocess.Popen([sys.executable, *TRAINING, "--url", url], cwd=ROOT, start_new_session=True)
-        browser = playwright.chromium.launch(executable_path=chromium, args=options)
         time.sleep(SECONDS_BEFORE)
         for name in chosen:
             take(browser, url, name, SHOTS[name])
-        browser.close()
         os.killpg(training.pid, signal.SIGTERM)  # its workers, too, or they keep their connections open
         training.wait()
 
