@@ -7,6 +7,8 @@ BENCH := $(VENV)-bench
 CLIENTS := $(VENV)-clients
 NODE := build/node
 PACKAGES := $(VENV)-packages
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+RELEASE := https://github.com/gradserve/gradserve
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := -m pip install --quiet --editable
@@ -119,11 +121,17 @@ site: $(VENV)/.site  ## build the documentation into site/; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # W002: the licence of Swagger UI is beside its files and, as every licence, in the metadata.
+# A package index shows the README without its folder: in the packages its links and pictures lead to the release.
 packages: $(VENV)/.dev $(PACKAGES)/.packages  ## build the wheels and sdists into dist/, check them, and install them where nothing else is
 	rm -rf dist build
 	$(PACKAGES)/bin/validate-pyproject pyproject.toml clients/python/pyproject.toml
-	$(PACKAGES)/bin/python -m build --quiet --outdir dist .
-	$(PACKAGES)/bin/python -m build --quiet --outdir dist clients/python
+	mkdir -p build/source && git ls-files -z | tar -c --null -T - | tar -x -C build/source
+	for readme in README.md clients/python/README.md; do sed -E \
+	  -e 's%(!\[[^]]*\]\()([^):]+)\)%\1$(RELEASE)/raw/v$(VERSION)/\2)%g' \
+	  -e 's%\]\((\.\./)*([^)#:]+)(#[^)]*)?\)%]($(RELEASE)/blob/v$(VERSION)/\2\3)%g' \
+	  -e "s%\]\(#%]($(RELEASE)/blob/v$(VERSION)/$$readme#%g" $$readme > build/source/$$readme || exit; done
+	$(PACKAGES)/bin/python -m build --quiet --outdir dist build/source
+	$(PACKAGES)/bin/python -m build --quiet --outdir dist build/source/clients/python
 	for sdist in dist/*.tar.gz; do $(PACKAGES)/bin/pyroma --min 9 $$sdist || exit; done
 	$(PACKAGES)/bin/check-wheel-contents --ignore W002 --toplevel gradserve.py,service dist/gradserve-*.whl
 	$(PACKAGES)/bin/check-wheel-contents dist/gradserve_client-*.whl

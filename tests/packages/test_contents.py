@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tarfile
 import zipfile
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -41,11 +43,16 @@ def test_an_sdist_has_what_the_wheel_is_built_from(package: str) -> None:
     assert names - made == {*files_of(package), *others}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_wheel_carries_its_licences(package: str) -> None:
+def described(package: str) -> tuple[zipfile.ZipFile, str, Message]:
+    """Return the wheel of a package, the name of its metadata in it, and their fields."""
     wheel = zipfile.ZipFile(built(f"{package}-*.whl"))
     (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    fields = Parser().parsestr(wheel.read(metadata).decode())
+    return wheel, metadata, Parser().parsestr(wheel.read(metadata).decode())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_wheel_carries_its_licences(package: str) -> None:
+    wheel, metadata, fields = described(package)
     assert "Apache-2.0" in fields["License-Expression"]
     folder = f"{Path(metadata).parent.as_posix()}/licenses"
     assert "LICENSE" in fields.get_all("License-File", [])
@@ -54,10 +61,22 @@ def test_a_wheel_carries_its_licences(package: str) -> None:
         assert wheel.read(f"{folder}/{name}")
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_links_and_pictures_of_the_description_lead_to_the_release(package: str) -> None:
+    _, _, fields = described(package)
+    text = str(fields.get_payload())
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", text)
+    release = rf"https://github\.com/gradserve/gradserve/(blob|raw)/v{re.escape(fields['Version'])}/([^#)]+)"
+    assert len(re.findall(release, text)) > 10
+    for picture, link in links:
+        assert link.startswith("https://"), link
+        if leads := re.match(release, link):
+            assert (leads[1], (ROOT / leads[2]).is_file()) == ("raw" if picture else "blob", True), link
+    assert not re.search(r"<(img|a) [^>]*(src|href)=.(?!https://)", text)
+
+
 def test_the_client_needs_little() -> None:
-    wheel = zipfile.ZipFile(built("gradserve_client-*.whl"))
-    (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    needs = Parser().parsestr(wheel.read(metadata).decode()).get_all("Requires-Dist", [])
+    needs = described("gradserve_client")[2].get_all("Requires-Dist", [])
     always = sorted(need for need in needs if "extra ==" not in need)
     assert [need.partition(">=")[0] for need in always] == ["anyio", "h11", "httpx", "ml_dtypes", "numpy"]
     assert not [need for need in needs if "<" in need or "==" in need.partition(";")[0]], "a limit keeps others out"
