@@ -266,11 +266,11 @@ def test_watch_prints_lines_or_a_table(call: Call, server: Client, monkeypatch: 
     server.buffers["w"].accumulate([3, 4])
     monkeypatch.delattr(Buffer, "value")  # the norms are the server's: no sum is downloaded
     head, *lines = call(server, "watch", "--count", "2", "--interval", "0.05").out.splitlines()
-    columns = ["time", "name", "shape", "dtype", "epoch", "count", "weight", "norm", "adds/s", "deadline", "missing"]
-    assert head.split("\t") == columns
+    columns = "time name shape dtype epoch count weight norm adds/s deadline missing state"
+    assert head.split("\t") == columns.split()
     assert [line.split("\t")[1:] for line in lines] == [
-        ["w", "[2]", "float32", "0", "1 of 8", "1", "5", "", "", ""],
-        ["w", "[2]", "float32", "0", "1 of 8", "1", "5", "0", "", ""],
+        ["w", "[2]", "float32", "0", "1 of 8", "1", "5", "", "", "", ""],
+        ["w", "[2]", "float32", "0", "1 of 8", "1", "5", "0", "", "", ""],
     ]
     live = on_terminal(server, "watch", "--count", "2", "--interval", "0.05")
     assert live.code == 0

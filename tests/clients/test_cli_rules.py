@@ -111,16 +111,16 @@ def test_who_is_missing_and_when_the_deadline_ends(call: Call, server: Client) -
         w.accumulate(1.0, contributor="rank0")
     head, row = call(server, "buffers", "ls").out.splitlines()
     assert head.split()[-2:] == ["deadline", "missing"]
-    assert re.fullmatch(rf"w .* {TIME}  rank1, rank2, rank3, 2 more *", row)
+    assert re.fullmatch(rf"w .* {TIME}  rank1, rank2, rank3 and 2 more *", row)
     shown = call(server, "buffers", "show", "w").out
     assert re.search(rf"deadline +{TIME}, 500 s after the first gradient, if 2 are in *\n", shown)
     assert re.search(r"contributors +rank0 \(2\); up to 2 of each *\n", shown)
     assert re.search(r"missing +rank1, rank2, rank3, rank4, rank5 *\n", shown)
     line = call(server, "watch", "--count", "1").out.splitlines()[1].split("\t")
-    assert re.fullmatch(TIME, line[-2])
+    assert re.fullmatch(TIME, line[-3])
     w.set_rules(per_contributor=10**9)
     assert re.search(r"contributors +rank0 \(2\); any number of each *\n", call(server, "buffers", "show", "w").out)
-    assert line[-1] == "rank1, rank2, rank3, 2 more"
+    assert line[-2:] == ["rank1, rank2, rank3 and 2 more", ""]
     (watched,) = call(server, "watch", "--count", "1", "--json").json["buffers"]
     assert (watched["missing"], watched["contributors_in"]) == ([f"rank{rank}" for rank in range(1, 6)], {"rank0": 2})
     assert watched["deadline_at"] == w.info().deadline_at

@@ -95,28 +95,29 @@ def waiting(clock: Clock, **context: Any) -> Step:
     return step
 
 
+TIMES = ("30 s", "1 min", "1 min")
+"""What the log says of the time after 30, 60 and 90 seconds, and a few."""
+
+
 def test_a_wait_says_every_half_minute_what_it_waits_for(
     kind: str, url: str, clock: Clock, said: Callable[[], list[str]]
 ) -> None:
     known = {"buffer": "scripted", "epoch": 7, "count": 3, "quorum": 4, "missing": ["rank3"]}
     with through(kind, url, Scripted(forever=waiting(clock, **known))) as server, pytest.raises(EpochOpen):
         server.buffers["scripted"].value(epoch=7, timeout=100)
-    lines = [line.partition(", for ") for line in said()]
-    assert {line for line, _, _ in lines} == {f"WARNING epoch 7: 3 of 4 in, rank3 is missing (scripted at {url}"}
-    times = [int(time.split()[0]) for _, _, time in lines]
-    assert len(times) == 3
-    assert all(30 * number <= one < 30 * number + 3 for number, one in enumerate(times, 1)), times
+    lines = [f"WARNING waiting for rank3 for {time}: epoch 7 has 3 of 4 (scripted at {url})" for time in TIMES]
+    assert said() == lines
 
 
 @pytest.mark.parametrize(
     ("known", "line"),
     [
-        ({"epoch": 0, "count": 0}, "epoch 0: 0 in ("),
-        ({"epoch": 0, "count": 1, "min_count": 3}, "epoch 0: 1 of 3 in ("),
-        ({"epoch": 0, "count": 1, "missing": []}, "epoch 0: 1 in ("),
-        ({"epoch": 0, "count": 1, "missing": ["a", "b"]}, "epoch 0: 1 in, a and b are missing ("),
-        ({"epoch": 0, "count": 1, "missing": list("abcde")}, "epoch 0: 1 in, a, b, c and 2 more are missing ("),
-        ({}, "it is open ("),
+        ({"epoch": 0, "count": 0}, "for 30 s: epoch 0 has 0 ("),
+        ({"epoch": 0, "count": 1, "min_count": 3}, "for 2 of 3 for 30 s: epoch 0 has 1 of 3 ("),
+        ({"epoch": 0, "count": 1, "missing": []}, "for 30 s: epoch 0 has 1 ("),
+        ({"epoch": 0, "count": 1, "missing": ["a", "b"]}, "for a and b for 30 s: epoch 0 has 1 ("),
+        ({"epoch": 0, "count": 1, "missing": list("abcde")}, "for a, b, c and 2 more for 30 s: epoch 0 has 1 ("),
+        ({}, "for 30 s: it is open ("),
     ],
 )
 def test_the_state_of_an_epoch(
@@ -125,7 +126,32 @@ def test_the_state_of_an_epoch(
     with through("sync", url, Scripted(forever=waiting(clock, **known))) as server:
         with pytest.raises(EpochOpen):
             server.buffers["scripted"].value(epoch=0, timeout=31)
-    assert said()[0].startswith(f"WARNING {line}")
+    assert said()[0].startswith(f"WARNING waiting {line}")
+
+
+@pytest.mark.parametrize(
+    ("buffer", "place"),
+    [
+        ("w", "w"),
+        ("exp1.layers.0.weight", "exp1.layers.0.weight"),
+        ("team.a::w", "team.a::w"),
+        ("exp1.layers.0.weight::tally", "exp1"),
+        ("exp1.w::3::tally", "exp1"),
+        ("exp1.w::0123456789abcdef0123456789abcdef::tally", "exp1"),
+        ("exp1.::start", "exp1"),
+        ("team.a.::state.w", "team.a"),
+        ("lm.first::p::tally", "lm.first"),
+        ("lm.first::::start", "lm.first"),
+    ],
+)
+def test_a_wait_names_the_run_in_place_of_its_bookkeeping(
+    url: str, clock: Clock, said: Callable[[], list[str]], buffer: str, place: str
+) -> None:
+    known = {"epoch": 0, "count": 1, "quorum": 2, "buffer": buffer}
+    with through("sync", url, Scripted(forever=waiting(clock, **known))) as server:
+        with pytest.raises(EpochOpen):
+            server.buffers["scripted"].value(epoch=0, timeout=31)
+    assert said()[0] == f"WARNING waiting for 1 of 2 for 30 s: epoch 0 has 1 of 2 ({place} at {url})"
 
 
 def test_a_server_says_the_quorum_and_who_is_missing(url: str) -> None:

@@ -117,7 +117,9 @@ class BufferInfo(_FromJson):
     contributors_in: Mapping[str, int] = field(default_factory=dict, hash=False)
     """The number of gradients of each contributor in the running epoch."""
     missing: tuple[str, ...] | None = None
-    """The expected contributors that are not in the running epoch. None if none are expected."""
+    """The expected contributors that are not in the running epoch. None if nobody knows whom it expects."""
+    missing_since: Mapping[str, float] | None = field(default=None, hash=False)
+    """When the last epoch that had each missing contributor closed, in seconds since 1970; None from older servers."""
 
     @property
     def etag(self) -> str:

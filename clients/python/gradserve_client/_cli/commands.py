@@ -189,7 +189,7 @@ def watch(
     """Watch buffers fill, in a live table, or in lines if the output is not a terminal. Ctrl-C ends it."""
     session: Session = ctx.obj
     with session.server() as server:
-        show_updates(server.buffers, prefix, interval, count, as_json=session.as_json)
+        show_updates(server, prefix, interval, count, as_json=session.as_json)
 
 
 def _find(name: str, operators: Sequence[OperatorInfo]) -> OperatorInfo:

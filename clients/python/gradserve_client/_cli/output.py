@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from gradserve_client._http.words import named
 from gradserve_client._wire.tensors import Array
 from gradserve_client.models import BufferInfo, Receipt, StagedPush
 
@@ -31,9 +32,6 @@ _PRINTED_ELEMENTS = 64
 
 LATE_COLUMNS = ["deadline", "missing"]
 """Columns of a table that have a value only for buffers with a deadline or with expected contributors."""
-
-_MOST_NAMED = 3
-"""Missing contributors that a table names: more names would leave no room for the buffer's."""
 
 
 def console() -> Console:
@@ -83,10 +81,7 @@ def count(info: BufferInfo) -> str:
 
 def late(info: BufferInfo) -> list[str]:
     """Return when the deadline of the epoch ends, and who is missing, as text that may be empty."""
-    missing = info.missing or ()
-    more = [f"{len(missing) - _MOST_NAMED} more"] if len(missing) > _MOST_NAMED else []
-    ends = "" if info.deadline_at is None else time(info.deadline_at)
-    return [ends, ", ".join([*missing[:_MOST_NAMED], *more])]
+    return ["" if info.deadline_at is None else time(info.deadline_at), named(info.missing or ())]
 
 
 def contributors(counts: Mapping[str, int] | None) -> str:
@@ -111,6 +106,7 @@ def size(number: int) -> str:
 
 def print_info(info: BufferInfo, pushes: Sequence[StagedPush] | None = None) -> None:
     """Print a buffer's metadata, a line for each field, and what is staged for it if that is known."""
+    since = info.missing_since
     rows = {
         "name": info.name,
         "shape": shape(info.shape),
@@ -121,6 +117,7 @@ def print_info(info: BufferInfo, pushes: Sequence[StagedPush] | None = None) -> 
         "weight": f"{info.weight:g}" + ("" if info.quorum_weight is None else f" of {info.quorum_weight:g}"),
         "contributors": f"{contributors(info.contributors_in)}; {_most(info.per_contributor)} of each",
         "missing": "not known" if info.missing is None else ", ".join(info.missing) or "nobody",
+        **({"missing since": ", ".join(f"{name} {time(at)}" for name, at in since.items())} if since else {}),
         "deadline": _deadline(info),
         "version": str(info.version),
         "nonfinite": info.nonfinite,

@@ -17,8 +17,9 @@ from typing import Any, Generic, TypeVar
 
 import httpx
 
-from gradserve_client._http.log import WAITING_SECONDS, Log
+from gradserve_client._http.log import Log
 from gradserve_client._http.outcomes import REQUEST_ID, Answer, Outcome, error_for, is_retryable, leaves_doubt, result
+from gradserve_client._http.words import WAITING_SECONDS
 from gradserve_client.errors import EpochOpen, GradserveError, ServerFailed, mistaken
 
 T = TypeVar("T")

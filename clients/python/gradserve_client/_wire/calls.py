@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from gradserve_client._http.outcomes import Answer
@@ -68,6 +70,17 @@ def version() -> Call[str]:
     def read(answer: Answer) -> str:
         about = json.loads(answer.body)
         return f"{about['name']} {about.get('version') or ''}".strip()
+
+    return Call("GET", "/v2", read, headers={"Accept": JSON})
+
+
+def clock() -> Call[float | None]:
+    """Read the server's time in seconds since 1970, if it says so, without fractions."""
+
+    def read(answer: Answer) -> float | None:
+        with suppress(KeyError, ValueError):
+            return parsedate_to_datetime(answer.headers["date"]).timestamp()
+        return None
 
     return Call("GET", "/v2", read, headers={"Accept": JSON})
 
