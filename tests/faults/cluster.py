@@ -152,6 +152,11 @@ class Load:
         self._stop = threading.Event()
         self._threads = ThreadPoolExecutor(CLIENTS + 1)
         self._running: list[Future[None]] = []
+        self._there: list[int] = []
+
+    def counts(self) -> tuple[int, int]:
+        """Return the adds that were acknowledged, and those in the sums, after the end."""
+        return sum(one.answered for one in self.adders), sum(self._there)
 
     def __enter__(self) -> Load:
         with Balanced(self._urls) as client:
@@ -168,7 +173,7 @@ class Load:
             for one in self._running:
                 one.result(3 * PATIENCE) if error is None else one.exception(3 * PATIENCE)
             if error is None:
-                there = self.check()
+                self._there = there = self.check()
                 assert there == [one.started for one in self.adders]
                 for repeated in [self._threads.submit(one.repeat, 20 if LONG else 5) for one in self.adders]:
                     repeated.result(PATIENCE)

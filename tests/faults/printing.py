@@ -1,16 +1,20 @@
-"""What a worker prints in a run with faults, and where it waits."""
+"""What a worker prints in a run with faults, where it waits, and what a test counts."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from gradserve_client._http.transport import Transport
 
 LAST = "last"
 """The file that the workers await before the last step, so that no fault comes too late."""
+
+Counted: TypeAlias = Callable[[int, int, str], None]
+"""Keeps how many adds were acknowledged, how many are in the sums, and through what, for the end of the run."""
 
 
 def await_last(epoch: int, steps: int) -> None:

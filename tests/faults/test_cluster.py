@@ -15,6 +15,7 @@ import pytest
 from service.buffers.postgres.deadlines import LOOK_SECONDS
 from service.buffers.postgres.failures import RETRY_SECONDS
 from tests.faults.cluster import Load, one_dies, replicas, wait
+from tests.faults.printing import Counted
 from tests.faults.servers import LONG, PATIENCE, Server, moments
 from tests.network import SIDES, Network
 from tests.postgres import Cluster, cluster
@@ -31,7 +32,7 @@ def database() -> Iterator[Cluster]:
         yield made
 
 
-def test_kills_of_replicas(database: Cluster, tmp_path: Path) -> None:
+def test_kills_of_replicas(database: Cluster, tmp_path: Path, counted: Counted) -> None:
     chance = random.Random(1)
     with replicas(REPLICAS, tmp_path, database.url) as servers, Load([one.url for one in servers]) as load:
         for number in moments(chance, KILLS, 0.0, 0.3):
@@ -39,6 +40,7 @@ def test_kills_of_replicas(database: Cluster, tmp_path: Path) -> None:
             load.check()
             servers[number % REPLICAS].start()
         load.go_on()
+    counted(*load.counts(), f"kills of {REPLICAS} replicas: {KILLS}")
 
 
 def test_kills_at_points_of_a_commit(database: Cluster, tmp_path: Path) -> None:

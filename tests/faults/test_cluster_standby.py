@@ -20,6 +20,7 @@ from service.errors import StoreFailed
 from tests.buffers.calls import add, create
 from tests.buffers.stores import Clock
 from tests.faults.cluster import Load, Pair, replicas, wait
+from tests.faults.printing import Counted
 from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key, tensors
 
 FAILOVERS = 10 if LONG else 1
@@ -169,7 +170,7 @@ def test_cancelled_waits_for_the_standby(pair: Pair, tmp_path: Path, function: s
         load.go_on()
 
 
-def test_failovers(pair: Pair, tmp_path: Path) -> None:
+def test_failovers(pair: Pair, tmp_path: Path, counted: Counted) -> None:
     """The primary is killed under load, the standby promoted, and the other copied from it as the next standby."""
     chance = random.Random(3)
     with loaded(pair, tmp_path) as load:
@@ -177,6 +178,7 @@ def test_failovers(pair: Pair, tmp_path: Path) -> None:
             pair.fail_over()
             load.go_on()
             load.check()
+    counted(*load.counts(), f"failovers of the database: {FAILOVERS}")
 
 
 def sent(client: Client, part: int, names: str, seconds: float) -> int | None:

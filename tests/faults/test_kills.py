@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from service.dtypes import Array
+from tests.faults.printing import Counted
 from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key, tensors
 
 CLIENTS = 8
@@ -116,7 +117,7 @@ def check(client: Client, adders: list[Adder]) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_every_gradient_counts_exactly_once(workers: int, tmp_path: Path) -> None:
+def test_every_gradient_counts_exactly_once(workers: int, tmp_path: Path, counted: Counted) -> None:
     chance = random.Random(workers)
     stop = threading.Event()
     with (
@@ -146,3 +147,4 @@ def test_every_gradient_counts_exactly_once(workers: int, tmp_path: Path) -> Non
         for done in [threads.submit(one.repeat, 1000 if LONG else 20) for one in adders]:
             done.result(PATIENCE)
         assert check(client, adders) == there
+        counted(sum(one.answered for one in adders), sum(there), f"kills of the server or of a worker process: {KILLS}")
