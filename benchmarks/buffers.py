@@ -255,6 +255,7 @@ def small_adds(rows: Table, server: Server, work: Path) -> None:
                 )
             )
     store.close()
+    client = Client(server)  # the server has closed the other connection, which was idle for too long
     for number in range(CONNECTIONS):
         check(client, f"small.{number}", g)
     medians = (statistics.median(one) for one in zip(*turns, strict=True))
