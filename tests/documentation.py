@@ -142,7 +142,8 @@ def nodes() -> str:
         for title, has_rule in (("yes", True), ("no", False)):
             listed = ", ".join(op for op in ops if ((domain, op) in RULES) is has_rule)
             rows.append((f"`{domain or 'ai.onnx'}`", title, listed))
-    return table(("domain", "gradient", "operators"), rows)
+    number = f"{len(NODES)} operators, {len(NODES.keys() & RULES.keys())} of them with gradients."
+    return f"{table(('domain', 'gradient', 'operators'), rows)}\n{number}\n"
 
 
 TABLES = {make.__name__: make for make in (operators, not_served, nodes, errors, settings, limits, metrics)}

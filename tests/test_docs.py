@@ -21,13 +21,15 @@ from gradserve_client._cli.commands import command as gradserve_client_command
 from PIL import Image, ImageSequence
 
 from service.api.telemetry.metrics import FAMILIES
+from service.graphs.gradients import RULES
+from service.graphs.nodes import NODES
 from service.kernels import OPERATORS
 from service.settings import Settings
 from tests.commands import helps
 from tests.documentation import DOCUMENTS, README, ROOT, TABLES, Block, blocks, rendered, tables
 from tests.integration.conftest import free_port
 from tests.serving import serving
-from tests.trainers import is_trainer, trained
+from tests.trainers import is_trainer, trained, with_length
 
 MAX_README_BYTES = 8192
 """The README's limit of bytes: a newcomer reads it in five minutes."""
@@ -93,7 +95,7 @@ def test_examples_answer_as_printed(url: str, name: str, block: Block, output: s
         given: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PATH": path}, "timeout": 100}
         printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, **given).stdout
     elif is_trainer(code):
-        printed = trained(code, tmp_path, workers=2)
+        printed = trained(with_length(code, epochs=60, rate=0.05), tmp_path, workers=len(output.splitlines()))
     else:
         captured = io.StringIO()
         with contextlib.redirect_stdout(captured):
@@ -173,13 +175,15 @@ def test_every_table_is_in_one_document() -> None:
 
 
 def test_the_readme_counts_the_operators() -> None:
-    """59 kernels of ONNX Runtime's, and the others by their names."""
+    """59 kernels of ONNX Runtime's, and the others by their names; then all of them, and those of graphs."""
     text = (ROOT / "README.md").read_text()
     (count,) = re.findall(r"training CPU kernels, all (\d+),", text)
     others = {"FusedMatMul", "ConvTransposeGrad", "ResizeGrad", "PadAndUnflatten"}
     assert others <= OPERATORS.keys()
     assert all(name in text for name in others)
     assert int(count) <= len(OPERATORS.keys() - others)
+    assert f"| {len(OPERATORS)} |" in text
+    assert f"| {len(NODES)}; {len(NODES.keys() & RULES.keys())} |" in text
 
 
 def test_the_readme_and_the_paths_are_short() -> None:

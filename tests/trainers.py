@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,14 @@ from tests.zygote import Forked
 
 SECONDS = 100
 """Seconds that a worker may take: some, but its machine may be busy."""
+
+
+_LENGTH = re.compile(r"^EPOCHS, RATE, PAUSE = .*$", re.MULTILINE)
+
+
+def with_length(code: str, epochs: int, rate: float) -> str:
+    """Return the code with these epochs at this rate, without pauses: readers look at its training for minutes."""
+    return _LENGTH.sub(f"EPOCHS, RATE, PAUSE = {epochs}, {rate}, 0", code)
 
 
 def is_trainer(code: str) -> bool:

@@ -14,7 +14,7 @@ import torch
 from gradserve_client import Client
 
 from tests.faults.servers import Server
-from tests.trainers import SECONDS, Trainer, script
+from tests.trainers import SECONDS, Trainer, script, with_length
 
 WORKERS = 3
 EPOCHS = 60
@@ -33,11 +33,8 @@ def durable(tmp_path: Path) -> Iterator[Server]:
 
 def code(url: str) -> str:
     """Return the README's script, which prints its loss in each epoch and its weights in the end."""
-    lines = script().replace("http://127.0.0.1:8000", url).replace("lr=0.1", f"lr={RATE}")
-    lines = lines.replace("(model(X) - y).square().mean().backward()", "loss = (model(X) - y).square().mean()")
-    lines = lines.replace("        with suppress", "        loss.backward()\n        with suppress")
-    lines = lines.replace("gradients.pull()", PULL)
-    return f"import time\n{lines}\nprint('weights', model.weight.tolist(), flush=True)\n"
+    lines = with_length(script(), EPOCHS, RATE).replace("http://127.0.0.1:8000", url).replace("gradients.pull()", PULL)
+    return f"{lines}\nprint('weights', model.weight.tolist(), flush=True)\n"
 
 
 def losses(printed: str) -> dict[int, float]:
@@ -99,7 +96,7 @@ def test_a_worker_that_is_killed_and_started_again_goes_on(durable: Server, work
     assert len({weights(one) for one in printed}) == 1
     torch.testing.assert_close(torch.tensor(ast.literal_eval(weights(printed[0]))), by_one_process())
     with Client(durable.url) as server:
-        info = server.buffers["exp1.weight"].info()
+        info = server.buffers["first.weight"].info()
     assert (info.epoch, info.count) == (EPOCHS, 0)
 
 
