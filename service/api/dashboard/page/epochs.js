@@ -14,16 +14,19 @@ export function epochChart(label, signal) {
     x: { format: String, isWhole: true },
     y: { format: (each) => general(each, 3) },
     dots: true,
-    moved(place) {
-      const at = shown[place];
-      say(reading, at ? `epoch ${at.epoch}   ${label} ${written(at[label])}` : "");
-    },
+    moved: tell,
   });
   const reading = h("p", { class: "muted reading" });
+  /** Write the number at a place, or else the last one. */
+  function tell(place) {
+    const at = shown[place] ?? shown.at(-1);
+    say(reading, at ? `epoch ${at.epoch}   ${label} ${written(at[label])}` : "");
+  }
   return {
     element: h("div", {}, chart.element, reading),
     set(epochs) {
       shown = epochs;
+      tell(null); // a cursor moves at once, since the chart has changed
       const values = epochs.map((each) => each[label]);
       const last = written(values.findLast((each) => each !== null) ?? null);
       const title = label[0].toUpperCase() + label.slice(1);
