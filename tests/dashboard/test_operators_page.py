@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import numpy as np
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
+from service.api.operators.onnx_names import NOT_SERVED
 from service.kernels import OPERATORS
-from tests.dashboard.conftest import EVIL, LOOKS, Faults, Open, asked_by, findings, sign_in
+from tests.dashboard.conftest import EVIL, LOOKS, PHONE, Faults, Open, asked_by, findings, sign_in
 
 CURVES = ["ReluGrad", "LeakyReluGrad", "SigmoidGrad", "TanhGrad", "QuickGeluGrad"]
 
@@ -51,16 +53,46 @@ def numbers(texts: list[str]) -> list[float]:
     return [float({"true": "1", "false": "0"}.get(text, text)) for text in texts]
 
 
-def test_the_list_has_every_operator_and_a_search(open_page: Open, server: str) -> None:
+def test_the_list_has_every_operator_by_family_and_a_search(open_page: Open, server: str) -> None:
     page = open_page(f"{server}#/operators")
-    links = page.get_by_role("main").get_by_role("link")
-    expect(links).to_have_text(list(OPERATORS))
-    expect(page.get_by_role("main")).to_contain_text("dX = dY * (1 - Y * Y)")
+    main = page.get_by_role("main")
+    links, headings = main.get_by_role("link"), main.get_by_role("heading", level=2)
+    by_family = sorted(OPERATORS.values(), key=lambda operator: operator.family)
+    expect(links).to_have_text([operator.name for operator in by_family])
+    sizes = Counter(operator.family for operator in by_family)
+    expect(headings).to_have_text(
+        [*(f"{family}{size}" for family, size in sizes.items()), f"Not served{len(NOT_SERVED)}"]
+    )
+    expect(main).to_contain_text("dX = dY * (1 - Y * Y)")
     page.get_by_role("searchbox").fill("softmax")
-    expect(links.filter(visible=True)).to_have_text([name for name in OPERATORS if "Softmax" in name])
+    expect(links.filter(visible=True)).to_have_text([each.name for each in by_family if "Softmax" in each.name])
+    expect(headings.filter(visible=True)).to_have_text(["Losses8", "Softmax4", "Not served3"])
+    page.get_by_role("searchbox").fill("lambo")
+    expect(headings.filter(visible=True)).to_have_text("Not served1")
+    expect(main).to_contain_text(f"LambOptimizer{NOT_SERVED['LambOptimizer']}")
     page.get_by_role("searchbox").fill("1 + alpha * X")
     links.filter(visible=True).click()
     expect(page.get_by_role("heading", level=1)).to_have_text("QuickGeluGrad")
+    beside = page.get_by_role("navigation", name="Operators")
+    family = [each.name for each in by_family if each.family == "Activations"]
+    expect(beside.get_by_role("link")).to_have_text(["All operators", *family])
+    beside.get_by_text("Recurrent networks").click()
+    beside.get_by_role("link", name="LSTMGrad").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("LSTMGrad")
+
+
+def test_no_word_overlaps_another_on_a_phone(open_page: Open, server: str) -> None:
+    """The names and types of tensors and attributes stay in their cells."""
+    page = open_page(f"{server}#/operators", PHONE)
+    cut = """() => [...document.querySelectorAll("table.signature :is(th, td)")].filter(cell => {
+      const text = document.createRange();
+      text.selectNodeContents(cell);
+      return text.getBoundingClientRect().right > cell.getBoundingClientRect().right; }).map(cell => cell.innerText)"""
+    for name in ["GRUTraining", "ResizeGrad", "AdamOptimizer", "SoftmaxCrossEntropyLossInternalGrad"]:
+        page.goto(f"{server}#/operators/{name}")
+        expect(page.get_by_role("heading", level=1)).to_have_text(name)
+        assert page.evaluate(cut) == []
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_every_example_runs_and_shows_the_numbers_of_the_api(open_page: Open, server: str, http: httpx.Client) -> None:

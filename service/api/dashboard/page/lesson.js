@@ -28,11 +28,7 @@ export function lesson(caller) {
     "section",
     { class: "empty lesson" },
     h("h1", {}, "No buffers yet"),
-    h(
-      "p",
-      {},
-      "A buffer sums gradients under a name. It appears here as soon as it is made, and fills as gradients come.",
-    ),
+    h("p", {}, "A buffer sums gradients under a name. It appears here once it is made, and fills as gradients come."),
     !may &&
       h("p", { class: "late" }, "Your API key lacks the scope buffers:write, so another key must make the first one."),
     block("Python", python),

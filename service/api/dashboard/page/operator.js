@@ -12,9 +12,9 @@ const LISTS = { name: "encoding", type: "str", text: "list" };
 
 const REDRAW_MS = 60; // between a change in the form and the request for the curve, which then follows a slider
 
-export async function show(main, { api, signal, operators, operator, name, keys }) {
+export async function show(main, { api, signal, families, operator, name, keys }) {
   document.title = `${name} – gradserve`;
-  const list = names(operators, name);
+  const list = names(families, name);
   if (operator === undefined) {
     const missing = [h("h1", {}, "Operator not found"), h("p", {}, name)];
     put(main, list, h("section", { class: "empty", role: "alert" }, missing));
@@ -53,15 +53,18 @@ export async function show(main, { api, signal, operators, operator, name, keys 
   await curve?.draw();
 }
 
-function names(operators, chosen) {
-  const link = ({ name }) =>
-    h("a", { href: `#/operators/${encodeURIComponent(name)}`, "aria-current": name === chosen ? "page" : null }, name);
-  return h(
-    "nav",
-    { class: "names", "aria-label": "Operators" },
-    h("a", { href: "#/operators", class: "all" }, "All operators"),
-    h("ul", {}, operators.map((each) => h("li", {}, link(each)))),
-  );
+/** The operators by family: the family of the chosen one is open. */
+function names(families, chosen) {
+  const item = ({ name }) => {
+    const current = name === chosen && "page";
+    return h("li", {}, h("a", { href: `#/operators/${encodeURIComponent(name)}`, "aria-current": current }, name));
+  };
+  const family = ([title, operators]) => {
+    const open = operators.some((each) => each.name === chosen);
+    return h("details", { open }, h("summary", {}, title), h("ul", {}, operators.map(item)));
+  };
+  const all = h("a", { href: "#/operators", class: "all" }, "All operators");
+  return h("nav", { class: "names", "aria-label": "Operators" }, all, families.map(family));
 }
 
 function heading({ name, formula, description }) {
@@ -116,7 +119,7 @@ function shapesText({ group }, value, shape) {
 }
 
 function tensorRow(tensor, shape) {
-  const name = h("code", {}, tensor.group ? `${tensor.name}.*` : tensor.name);
+  const name = h("code", {}, parted(tensor.group ? `${tensor.name}.*` : tensor.name));
   return h(
     "tr",
     {},
@@ -142,8 +145,13 @@ function typesOf({ dtypes, default_dtype: usual }) {
 
 function attributeRow({ name, type, required, default: usual }) {
   const value = usual === null ? h("span", { class: "muted" }, required ? "required" : "left out") : String(usual);
-  const title = h("th", { scope: "row" }, h("code", {}, name));
+  const title = h("th", { scope: "row" }, h("code", {}, parted(name)));
   return h("tr", {}, title, h("td", {}, type), h("td", { class: "mono" }, value));
+}
+
+/** A long name breaks after its underscores. */
+function parted(name) {
+  return name.split(/(?<=_)/).flatMap((part) => [part, h("wbr")]);
 }
 
 function shapeOf(value) {

@@ -1,55 +1,76 @@
-// All operators, as a list; with a name in the address, one of them.
+// All operators by family, and what is not served; with a name in the address, one of them.
 
 import { h, prose, put, say } from "./dom.js";
+import { many } from "./words.js";
 
 export async function show(main, { api, caller, signal, parameters }) {
-  const { operators } = await api.get("v1/ops", { signal });
-  if (parameters.name === null) return showAll(main, operators);
+  const { operators, not_served: others } = await api.get("v1/ops", { signal });
+  const families = [...Map.groupBy(operators, (each) => each.family)].sort(([a], [b]) => a.localeCompare(b));
+  if (parameters.name === null) return showAll(main, families, others);
   const operator = operators.find((each) => each.name === parameters.name);
   const { show: showOne } = await import("./operator.js");
-  return showOne(main, { api, signal, operators, operator, name: parameters.name, keys: caller.keys });
+  return showOne(main, { api, signal, families, operator, name: parameters.name, keys: caller.keys });
 }
 
-function showAll(main, operators) {
-  const rows = operators.map((each) => [row(each), searched(each)]);
-  const none = h("p", { class: "muted", hidden: true }, "No operator has these letters in its name or formula.");
-  const count = h("span", { class: "muted", role: "status" }, counted(operators.length));
-  const search = h("input", {
-    type: "search",
-    placeholder: "Search",
-    "aria-label": "Search operators",
-    oninput() {
-      const text = search.value.trim().toLowerCase();
-      for (const [element, words] of rows) element.hidden = !words.includes(text);
-      const shown = rows.filter(([element]) => !element.hidden).length;
-      none.hidden = shown > 0;
-      say(count, counted(shown));
-    },
-  });
+function showAll(main, families, others) {
+  const groups = families.map(([family, operators]) => group("section", family, operators.map(rowOf)));
+  const rest = group("details", "Not served", others.map(restOf));
+  const none = h("p", { class: "muted" }, "No operator has these letters in its name, family or formula.");
+  const count = h("span", { class: "muted", role: "status" });
+  const words = { placeholder: "Search", "aria-label": "Search operators" };
+  const search = h("input", { type: "search", oninput: find, ...words });
+  function find() {
+    const text = search.value.trim().toLowerCase();
+    const shown = groups.reduce((all, each) => all + each.find(text), 0);
+    say(count, many(shown, "operator"));
+    none.hidden = rest.find(text) + shown > 0;
+    rest.element.open = text !== "";
+  }
+  find();
   put(
     main,
     h("div", { class: "line top" }, h("h1", {}, "Operators"), count, search),
-    h("ul", { class: "catalogue panel" }, rows.map(([element]) => element)),
+    [...groups, rest].map((each) => each.element),
     none,
   );
 }
 
-function counted(number) {
-  return number === 1 ? "1 operator" : `${number} operators`;
+/** Return rows under a title: {element, find}. `find(text)` hides the rows without it, and returns how many stay. */
+function group(tag, title, rows) {
+  const count = h("span", { class: "muted" });
+  const head = h("h2", {}, title, count);
+  const list = h("ul", { class: "catalogue" }, rows.map(({ element }) => element));
+  const element = h(tag, { class: "panel family" }, tag === "details" ? h("summary", {}, head) : head, list);
+  return {
+    element,
+    find(text) {
+      for (const each of rows) each.element.hidden = !each.words.includes(text);
+      const shown = rows.filter((each) => !each.element.hidden).length;
+      element.hidden = shown === 0;
+      say(count, String(shown));
+      return shown;
+    },
+  };
 }
 
-function searched({ name, formula, inputs, outputs }) {
-  return [name, formula, ...[...inputs, ...outputs].map((each) => each.name)].join(" ").toLowerCase();
+function rowOf(operator) {
+  const { name, family, formula, inputs, outputs } = operator;
+  const tensors = [...inputs, ...outputs].map((each) => each.name);
+  return {
+    words: [name, family, formula, ...tensors].join(" ").toLowerCase(),
+    element: h(
+      "li",
+      {},
+      h("a", { href: `#/operators/${encodeURIComponent(name)}` }, name),
+      h("p", { class: "formula" }, prose(formula.replace(/\.$/, ""))),
+      h("p", { class: "muted signature mono" }, signature(operator)),
+    ),
+  };
 }
 
-function row(operator) {
-  return h(
-    "li",
-    {},
-    h("a", { href: `#/operators/${encodeURIComponent(operator.name)}` }, operator.name),
-    h("p", { class: "formula" }, prose(operator.formula.replace(/\.$/, ""))),
-    h("p", { class: "muted signature mono" }, signature(operator)),
-  );
+function restOf({ name, why }) {
+  const element = h("li", {}, h("span", {}, name), h("p", { class: "muted" }, why));
+  return { words: `${name} ${why}`.toLowerCase(), element };
 }
 
 /** Return "dY, X → dX", with "?" after optional inputs and the attributes' defaults. */

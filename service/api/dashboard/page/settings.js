@@ -12,13 +12,8 @@ export function settingsPanel({ settings, limits }, words) {
     ...Object.entries(limits).map(([name, each]) => row(name, each, "a limit without a setting")),
   ];
   const count = h("span", { class: "muted", role: "status" });
-  const search = h("input", {
-    type: "search",
-    placeholder: "Search",
-    "aria-label": "Search settings and limits",
-    value: words,
-    oninput: find,
-  });
+  const hints = { placeholder: "Search", "aria-label": "Search settings and limits" };
+  const search = h("input", { type: "search", value: words, oninput: find, ...hints });
   function find() {
     const parts = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     for (const each of rows) each.element.hidden = !parts.every((word) => each.text.includes(word));

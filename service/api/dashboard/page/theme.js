@@ -8,29 +8,28 @@
   } catch {
     // The browser keeps nothing for this page: a choice holds until the page is loaded again.
   }
-  const set = () => (document.documentElement.dataset.theme = THEMES[place]);
   const changed = () => window.dispatchEvent(new Event("theme"));
-  set();
+  document.documentElement.dataset.theme = THEMES[place];
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
+
+  function show(button) {
+    document.documentElement.dataset.theme = button.textContent = THEMES[place];
+    button.title = `Theme: ${THEMES[place]}`;
+    button.setAttribute("aria-label", button.title);
+  }
 
   document.addEventListener("DOMContentLoaded", () => {
     const button = document.getElementById("theme");
-    const tell = () => {
-      button.textContent = THEMES[place];
-      button.title = `Theme: ${THEMES[place]}`;
-      button.setAttribute("aria-label", button.title);
-    };
-    tell();
+    show(button);
     button.addEventListener("click", () => {
       place = (place + 1) % THEMES.length;
+      show(button);
+      changed();
       try {
         localStorage.setItem("theme", THEMES[place]);
       } catch {
         // as above
       }
-      set();
-      tell();
-      changed();
     });
   });
 }
