@@ -1,4 +1,4 @@
-"""The table of commands in docs/operations.md: each line is run as it stands there, with this engine for `docker`."""
+"""The commands of docs/operations.md and of the README, as they stand there, with this engine for `docker`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from gradserve_client import Client
 
 from tests.integration.conftest import free_port
 from tests.integration.stack import COMMANDS, PROJECT, ROOT, Stack
+from tests.serving import wait_until
 
 GRAFANA: str = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["grafana"]["image"]
 
@@ -110,6 +111,28 @@ def test_https_is_served(stack: Stack, tmp_path_factory: pytest.TempPathFactory)
     finally:
         stack.engine("compose", "down")
         stack.up()
+
+
+def test_the_readmes_container_serves_this_machine_without_keys(stack: Stack) -> None:
+    pattern = r"^\$ docker build -t gradserve \. && docker run (.*) -p (127\.0\.0\.1):8000:8000 (.*) gradserve$"
+    ((before, address, after),) = re.findall(pattern, (ROOT / "README.md").read_text(), re.MULTILINE)
+    place = f"{address}:{free_port()}"
+    command = ("run", "--detach", *before.split(), "-p", f"{place}:8000", *after.split(), PROJECT)
+    container = stack.engine(*command).strip()
+    try:
+        wait_until(lambda: is_ready(f"http://{place}"))
+        for host, expected in {place: 200, "localhost": 200, "other.example": 403}.items():
+            answer = httpx.get(f"http://{place}/v1/buffers", headers={"Host": host}, trust_env=False)
+            assert answer.status_code == expected
+    finally:
+        stack.engine("stop", container)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/v2/health/ready", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 ASK = """
