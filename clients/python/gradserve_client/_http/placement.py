@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -36,7 +35,7 @@ class Placement:
             raise InvalidInput(f"The list of URLs has {twice[0]} twice, but each server has a store of its own")
         self.urls = tuple(urls)
         self._placed: dict[str, int] = {}
-        self._turns = itertools.count()
+        self._turn = 0
 
     def place(self, places: Mapping[str, str]) -> None:
         """Put buffers on the servers of these URLs. Raises `InvalidInput` for a URL that is not in the list."""
@@ -58,7 +57,8 @@ class Placement:
         if call.buffers is None:
             return [(number, self._part(call, number)) for number in range(len(self.urls))]
         if not call.buffers:
-            return [(next(self._turns) % len(self.urls), call)]
+            number, self._turn = self._turn, (self._turn + 1) % len(self.urls)
+            return [(number, call)]
         names: dict[int, list[str]] = {}
         for name in call.buffers:
             if name.endswith("*") and len(self.urls) > 1:
