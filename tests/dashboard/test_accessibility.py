@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.dashboard.conftest import LOOKS, Faults, Open, findings, sign_in
-from tests.serving import serving
+from tests.serving import serving, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -92,5 +92,5 @@ def test_the_button_for_the_theme_has_three_states_and_is_remembered(open_page: 
     expect(button).to_have_accessible_name("Theme: dark")
     button.click()
     page.emulate_media(color_scheme="light")
-    page.wait_for_function("drawn === 2")  # the reader's change, and then the system's
+    wait_until(lambda: page.evaluate("drawn") == 2)  # the reader's change, and then the system's
     assert not is_dark()
