@@ -186,6 +186,18 @@ def test_the_readme_counts_the_operators() -> None:
     assert f"| {len(NODES)}; {len(NODES.keys() & RULES.keys())} |" in text
 
 
+def test_every_cell_of_the_comparison_has_a_source() -> None:
+    """Each of the README's table: a section for each system, with an answer and a source for each criterion."""
+    rows = re.findall(r"^\|(.+)\|$", README.read_text().partition("## Why not")[2].partition("\n## ")[0], re.MULTILINE)
+    systems, criteria = [name.strip() for name in rows[0].split("|")[1:]], len(rows) - 2
+    assert {"Redis", "torch.distributed", "Horovod elastic", "Flower", "Triton"} < set(systems)
+    sections = TEXTS["docs/comparison.md"].split("\n## ")
+    for system in systems:
+        (section,) = (text for text in sections if text.startswith(system))
+        answers = re.findall(r"^\| [^|]+ \| [^|]+ \| [^|\s][^|]* \|$", section, re.MULTILINE)[1:]
+        assert len(answers) == section.count("\n|") - 2 >= criteria, system
+
+
 def test_the_readme_and_the_paths_are_short() -> None:
     assert len(README.read_bytes()) <= MAX_README_BYTES
     paths = [*(ROOT / "docs").glob("start-*.md")]
