@@ -68,6 +68,7 @@ def test_the_lesson_before_there_are_buffers(open_page: Open, scheme: str, size:
         page = open_page(url, size, color_scheme=scheme)
         expect(page.locator(".lesson")).to_be_visible()
         assert findings(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         page.close()
 
 

@@ -154,7 +154,7 @@ def test_the_settings_and_limits_in_force_can_be_searched(open_page: Open, serve
     about = http.get("/v1/service").json()
     folded = page.get_by_role("group", name="Settings and limits in force")
     expect(folded).to_be_hidden()
-    page.get_by_text("Settings and limits in force").click()
+    page.locator("summary").press("Enter")
     table = folded.get_by_role("row")
     expect(table).to_have_count(1 + len(about["settings"]) + len(about["limits"]))
     for name, setting in (about["settings"] | about["limits"]).items():
