@@ -114,7 +114,7 @@ def test_https_is_served(stack: Stack, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_the_readmes_container_serves_this_machine_without_keys(stack: Stack) -> None:
-    pattern = r"^\$ docker build -t gradserve \. && docker run (.*) -p (127\.0\.0\.1):8000:8000 (.*) gradserve$"
+    pattern = r"^\$ docker build -t gradserve \. &&\n    docker run (.*) -p (127\.0\.0\.1):8000:8000 (.*) gradserve$"
     ((before, address, after),) = re.findall(pattern, (ROOT / "README.md").read_text(), re.MULTILINE)
     place = f"{address}:{free_port()}"
     command = ("run", "--detach", *before.split(), "-p", f"{place}:8000", *after.split(), PROJECT)
