@@ -116,10 +116,10 @@ def bias_gradient(server: Client, gradient: Array, bias: Array) -> Array:
     return summed
 
 
-def all_reduce(server: Client, run: str, gradients: Arrays, rows: int, step: int) -> Arrays:
+def all_reduce(server: Client, run: str, gradients: Arrays, rows: int, step: int, worker: str) -> Arrays:
     """Return the mean of the workers' gradients in this step, each weighted by its rows."""
     named = {f"{run}.{name}": gradient for name, gradient in gradients.items()}
-    server.buffers.accumulate(named, weight=rows, epoch=step)
+    server.buffers.accumulate(named, weight=rows, epoch=step, contributor=worker)
     means = server.buffers.value(named, epoch=step, reduce="mean", timeout=60)
     return {name: means[f"{run}.{name}"] for name in gradients}
 
@@ -135,7 +135,7 @@ def work(worker: int, url: str, run: str, digits: Digits, epochs: int) -> tuple[
             for batch in digits.batches(epoch):
                 mine = np.array_split(batch, WORKERS)[worker]
                 gradients = backward(server, params, digits.images[mine], digits.labels[mine])
-                means = all_reduce(server, run, gradients, len(mine), step=len(losses))
+                means = all_reduce(server, run, gradients, len(mine), len(losses), f"worker{worker}")
                 losses.append(float(means.pop("loss")))
                 descend(params, velocity, means)
             if worker == 0:
@@ -149,7 +149,8 @@ def train_together(url: str, digits: Digits, epochs: int) -> tuple[list[float], 
     run = f"digits-{uuid.uuid4().hex[:8]}"
     with Client(url) as server:
         for name, array in {"loss": np.zeros(()), **initial()}.items():
-            server.buffers[f"{run}.{name}"].create(array.shape, quorum=WORKERS, ttl_seconds=600)
+            keep = 20 if name == "loss" else 1  # the page draws the losses that are kept
+            server.buffers[f"{run}.{name}"].create(array.shape, quorum=WORKERS, keep=keep, ttl_seconds=600)
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as workers:
         job = partial(work, url=url, run=run, digits=digits, epochs=epochs)
         (losses, params), *others = workers.map(job, range(WORKERS))

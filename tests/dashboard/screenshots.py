@@ -38,6 +38,8 @@ class Shot(NamedTuple):
 
 
 SHOTS = {
+    "runs": Shot("#/runs", size=(1360, 420)),
+    "run": Shot("#/runs/{run}", size=(1360, 900)),
     "buffers": Shot("#/buffers"),
     "buffer": Shot("#/buffers/{name}", size=(1360, 1050)),
     "operator": Shot("#/operators/ReluGrad", size=(1360, 900)),
@@ -59,7 +61,8 @@ def take(browser: Browser, url: str, name: str, shot: Shot) -> None:
     """Take a screenshot of a view."""
     page = browser.new_page(viewport={"width": shot.size[0], "height": shot.size[1]}, color_scheme=shot.scheme)
     buffers = [one["name"] for one in httpx.get(f"{url}/v1/buffers").json()["buffers"]]
-    page.goto(f"{url}/{shot.address.format(name=next(each for each in buffers if each.endswith('W1')))}")
+    shown = next(each for each in buffers if each.endswith("W1"))
+    page.goto(f"{url}/{shot.address.format(name=shown, run=shown.partition('.')[0])}")
     page.wait_for_timeout(SECONDS_SHOWN * 1000)
     IMAGES.mkdir(exist_ok=True)
     page.screenshot(path=IMAGES / f"{name}.png")

@@ -61,7 +61,7 @@ def test_it_shows_the_state_and_the_statistics_of_the_api(
     assert (running["count"], running["weight"]) == (client.count(info), "1")
     assert running["deadline"].startswith("in 1")
     expect(page.locator(".people .in")).to_contain_text("rank0")
-    expect(page.locator(".people .out")).to_contain_text("rank1")
+    expect(page.locator(".people .soon")).to_contain_text("rank1")
     closed = http.get(f"{buffer}/statistics?epoch=1").json()
     expect(page.get_by_label("Values of")).to_contain_text("epoch 1, closed last")
     expect(page.locator(".values dd").first).to_have_text(f"{closed['norm']:.4g}")
@@ -146,7 +146,7 @@ def test_epochs_that_close_fast_are_followed_without_an_error(open_page: Open, s
 def test_a_buffer_that_is_gone_says_so(open_page: Open, server: str, faults: Faults) -> None:
     faults.statuses = {404}
     page = open_page(f"{server}#/buffers/nothing")
-    expect(page.get_by_role("alert")).to_contain_text("There is no buffer 'nothing'")
+    expect(page.get_by_role("alert")).to_contain_text("No buffer is called nothing")
 
 
 def dialog(page: Page, button: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Route, expect
 
 from tests.api.models import linear
 from tests.dashboard.conftest import DESK, EVIL, LOOKS, Faults, Open, asked_by, findings
@@ -45,12 +45,6 @@ def step(http: httpx.Client) -> None:
     http.post("/v1/buffers/accumulate?overwrite=true", json=body).raise_for_status()
 
 
-def tiles(page: Page) -> dict[str, str]:
-    each = "all => Object.fromEntries(all.map(one => [one.querySelector('dt').textContent, one.lastChild.textContent]))"
-    found: dict[str, str] = page.locator(".running .tiles > div").evaluate_all(each)
-    return found
-
-
 def test_a_server_without_graphs_says_how_to_upload_one(open_page: Open, server: str, http: httpx.Client) -> None:
     assert http.get("/v1/graphs").json()["graphs"] == []
     page = open_page(f"{server}#/graphs")
@@ -70,25 +64,33 @@ def test_a_graph_is_listed_and_its_run_is_followed(open_page: Open, run: str, ht
     expect(tensors.get_by_role("row", name="x float32 [?, 2]")).to_be_visible()
     expect(tensors.get_by_role("row", name="gradients.* 2 tensors")).to_be_visible()
     parameters = page.get_by_role("group", name="Parameters")
-    expect(parameters.get_by_role("row", name="w float32 [2, 1] 2")).to_be_visible()
-    said = {"steps": "1,001", "epoch": "1", "count": "0 of 2", "missing": "ann, bob", "last loss": "1.75"}
+    expect(parameters.get_by_role("row", name="w float32 [2, 1]")).to_be_visible()
+    run_of_it = page.locator("table.runs tbody tr")
+    expect(run_of_it.locator(".loss")).to_have_text("1.75")
+    expect(run_of_it.locator(".epoch")).to_have_text("step 1,001")
+    expect(run_of_it.locator(".people li")).to_have_text(["ann is expected", "bob is expected"])
+    run_of_it.get_by_role("link", name="exp.1").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("exp.1")
     expect(page.get_by_label("Loss of 1 closed epoch; the last is 1.75")).to_be_visible()
-    assert tiles(page) == said
-    asked = asked_by(page)
+    running = page.locator(".running")
+    expect(running).to_contain_text("1, step 1,001")
+    expect(page.locator(".rows .c-name")).to_have_text(["▾g", "b", "w", "loss", "▾p", "b", "w"])
     micro_batch(http, "ann", 33, 1)
-    expect(page.locator(".running")).to_contain_text("1 of 2")
-    assert tiles(page) == {**said, "count": "1 of 2", "missing": "bob"}
-    assert {url.rpartition("/")[2] for url in asked} == {"buffers?limit=1000&cursor="}
+    expect(running).to_contain_text("1 of 2")
+    expect(running.locator(".people .in")).to_have_text("ann is in")
+    asked = asked_by(page)
     http.post("/v1/buffers/exp.1.loss/accumulate?contributor=bob", json={"gradient": -9}).raise_for_status()
     step(http)
     expect(page.get_by_label("Loss of 2 closed epochs; the last is -4.5")).to_be_visible()
-    assert tiles(page) == {**said, "steps": "1,002", "count": "1 of 2", "missing": "bob", "last loss": "-4.5"}
-    parameters.get_by_role("link", name="b").click()
-    expect(page.get_by_role("heading", level=1)).to_have_text("exp.1.p.b")
+    expect(running).to_contain_text("1, step 1,002")
+    ends = {url.rpartition("/")[2].partition("?")[0] for url in asked}
+    assert ends == {"buffers", "statistics"}  # not the steps before the run again
 
 
 @LOOKS
-def test_a_reader_chooses_among_runs(open_page: Open, run: str, http: httpx.Client, scheme: str, size: Any) -> None:
+def test_runs_with_all_parameters_of_a_graph_are_its_own(
+    open_page: Open, run: str, http: httpx.Client, scheme: str, size: Any
+) -> None:
     specs = {f"other.p.{name}": {"shape": [2, 1] if name == "w" else [1]} for name in PARAMETERS}
     wrong = {
         "wrong.p.w": {"shape": [3]},
@@ -98,16 +100,10 @@ def test_a_reader_chooses_among_runs(open_page: Open, run: str, http: httpx.Clie
     }
     http.post("/v1/buffers/create", json={"buffers": {**specs, **wrong}}).raise_for_status()
     page = open_page(f"{run}#/graphs/net", (390, 740) if size != DESK else size, color_scheme=scheme)
-    choice = page.get_by_label("Run")
-    expect(choice.get_by_role("option")).to_have_text(["exp.1", "other"])
-    choice.select_option("exp.1")
-    expect(page.get_by_role("img", name="Loss of")).to_be_visible()
+    expect(page.locator("table.runs .name")).to_have_text(["exp.1", "other"])
+    expect(page.locator("table.runs .loss").first).not_to_have_text("")
     assert findings(page) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    choice.select_option("other")
-    expect(page.locator(".running")).to_contain_text("No losses: there is no buffer other.loss.")
-    assert tiles(page) == {"steps": "0", "epoch": "–", "count": "–", "missing": "–", "last loss": "–"}
-    assert findings(page) == []
 
 
 def test_names_of_a_model_are_text_and_a_key_may_lack_a_scope(
@@ -128,7 +124,7 @@ def test_names_of_a_model_are_text_and_a_key_may_lack_a_scope(
     page.route("**/v1/caller", answer(caller))
     page.route("**/v1/graphs/net", answer(evil))
     page.goto(f"{run}?again#/graphs/net")
-    expect(page.locator(".running")).to_contain_text("Runs are buffers: your API key lacks buffers:read.")
+    expect(page.get_by_role("main")).to_contain_text("Runs are buffers: your API key lacks buffers:read.")
     expect(page.get_by_role("row", name=EVIL)).to_have_count(3)
     assert page.title() == "net – gradserve"
     page.route("**/v1/graphs/net", answer({"title": "Graphs", "detail": "This server lacks the package onnx"}, 501))

@@ -5,11 +5,11 @@ import { failure, h, put, say } from "./dom.js";
 import { epochChart } from "./epochs.js";
 import { heatMap } from "./heat.js";
 import { histogram } from "./histogram.js";
-import { bar, isLate, progress, setBar } from "./progress.js";
 import { Receipts } from "./receipts.js";
 import { repeat } from "./repeat.js";
-import { byName } from "./tree.js";
+import { cameFrom } from "./table.js";
 import * as words from "./words.js";
+import { Running } from "./workers.js";
 
 /** Cells of the heat map along each axis, at most. */
 const HEAT_CELLS = 64;
@@ -26,7 +26,7 @@ export async function show(main, { api, caller, signal, parameters }) {
     "keydown",
     (event) => {
       if (event.key === "Escape" && !event.defaultPrevented && !document.querySelector("dialog"))
-        location.hash = "#/buffers";
+        location.hash = cameFrom();
     },
     { signal },
   );
@@ -75,7 +75,11 @@ class Buffer {
   failed(error) {
     if (error.status === undefined || error.status === 401 || error.status >= 500) return; // the frame says so
     this.page = null;
-    put(this.main, failure(error), h("p", { class: "back" }, h("a", { href: "#/buffers" }, "All buffers")));
+    const back = h("p", {}, h("a", { href: "#/buffers" }, "All buffers"));
+    if (error.status !== 404) return put(this.main, failure(error), h("div", { class: "empty" }, back));
+    const text = "It was deleted, has expired, or is in another namespace. It appears here once a client creates it.";
+    const title = h("h1", {}, `No buffer is called ${this.name}`);
+    return put(this.main, h("section", { class: "empty", role: "alert" }, title, h("p", {}, text), back));
   }
 
   // ----- what the reader sees -----
@@ -85,16 +89,9 @@ class Buffer {
       h("section", { class: `panel ${kind}` }, h("h2", {}, title, note), content);
     const aside = (text) => h("span", { class: "muted" }, text);
     this.state = null;
-    [this.count, this.weight, this.ends, this.changed] = ["dd", "dd", "dd", "dd"].map((each) => h(each));
-    this.bar = bar();
-    this.people = h("ul", { class: "people" });
-    this.epoch = h("span");
-    this.choice = h(
-      "select",
-      { "aria-label": "Values of" },
-      h("option", { value: "running" }, "the running sum"),
-      h("option", { value: "closed" }),
-    );
+    this.running = new Running("", ["count", "weight", "deadline", "updated"]);
+    const options = [h("option", { value: "running" }, "the running sum"), h("option", { value: "closed" })];
+    this.choice = h("select", { "aria-label": "Values of" }, options);
     this.choice.addEventListener("change", () => {
       [this.of, this.state] = [this.choice.value, null];
       this.readStatistics().catch((error) => this.failed(error));
@@ -107,50 +104,25 @@ class Buffer {
     this.facts = h("dl", { class: "facts" });
     const closed = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Closed epochs" });
     this.closed = new Receipts(closed, this.api, this.signal);
-    const tile = (name, value) => h("div", {}, h("dt", {}, name), value);
-    const running = h(
-      "section",
-      { class: "panel running" },
-      h("h2", {}, this.epoch),
-      h(
-        "dl",
-        { class: "tiles" },
-        tile("count", this.count),
-        tile("weight", this.weight),
-        tile("deadline", this.ends),
-        tile("updated", this.changed),
-      ),
-      this.bar,
-      this.people,
-    );
-    this.page = h(
-      "div",
-      { class: "buffer" },
-      h(
-        "div",
-        {},
-        running,
-        panel("Norm", aside("by epoch"), [this.norms.element, this.none]),
-        panel("Closed epochs", aside("the last ones"), closed),
-        panel("Rules and state", null, this.facts),
-      ),
-      h(
-        "div",
-        {},
-        panel("Values", this.choice, this.tiles, "first"),
-        panel("Magnitudes", aside("elements by size"), this.bars, "first"),
-        panel("Heat map", null, this.heat),
-      ),
-    );
-    const crumbs = h("nav", { class: "crumbs", "aria-label": "Place" }, h("a", { href: "#/buffers" }, "Buffers"));
+    const left = [
+      this.running.element,
+      panel("Norm", aside("by epoch"), [this.norms.element, this.none]),
+      panel("Closed epochs", aside("the last ones"), closed),
+      panel("Rules and state", null, this.facts),
+    ];
+    const right = [
+      panel("Values", this.choice, this.tiles, "first"),
+      panel("Magnitudes", aside("elements by size"), this.bars, "first"),
+      panel("Heat map", null, this.heat),
+    ];
+    this.page = h("div", { class: "buffer" }, h("div", {}, left), h("div", {}, right));
+    const crumbs = h("nav", { class: "crumbs", "aria-label": "Place" }, crumb());
     const buttons = actions({
       api: this.api,
       caller: this.caller,
       seen: () => ({ info: this.info, tag: this.tag }),
       changed: () => this.read().catch((error) => this.failed(error)),
-      deleted: () => {
-        location.hash = "#/buffers";
-      },
+      deleted: () => (location.hash = "#/buffers"),
     });
     put(this.main, h("header", { class: "title" }, h("div", {}, crumbs, h("h1", {}, this.name)), buttons), this.page);
     this.map = heatMap(this.heat, this.signal);
@@ -161,33 +133,10 @@ class Buffer {
 
   draw() {
     const { info } = this;
-    const [now, late] = [this.api.now(), isLate(info, this.api.now())];
-    say(this.epoch, `Epoch ${info.epoch}`);
-    say(this.count, words.count(info));
-    say(this.weight, words.weight(info));
-    say(this.ends, info.deadline_at === null ? "none" : words.distance(info.deadline_at, now));
-    this.ends.classList.toggle("late", late);
-    this.ends.title = words.deadline(info);
-    say(this.changed, words.distance(Math.min(info.updated_at, now), now));
-    setBar(this.bar, progress(info), late);
-    this.drawPeople(late);
-    put(
-      this.facts,
-      words
-        .fields(info)
-        .slice(1)
-        .map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]),
-    );
-  }
-
-  drawPeople(late) {
-    const chip = (kind, text, what) => h("li", { class: kind }, text, h("span", { class: "unseen" }, what));
-    const text = (name, count) => (count === 1 ? name : `${name} (${count})`);
-    const counted = Object.entries(this.info.contributors_in);
-    const there = counted.map(([name, count]) => [name, chip("in", text(name, count), " is in")]);
-    const out = late ? "out slow" : "out";
-    const missing = (this.info.missing ?? []).map((name) => [name, chip(out, name, " is missing")]);
-    put(this.people, [...there, ...missing].sort(([a], [b]) => byName(a, b)).map(([, element]) => element));
+    say(this.running.title, `Epoch ${info.epoch}`);
+    this.running.draw(info, this.api.now());
+    const [, ...facts] = words.fields(info);
+    put(this.facts, facts.map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]));
   }
 
   drawStatistics() {
@@ -220,4 +169,10 @@ class Buffer {
     this.norms.element.hidden = !this.none.hidden;
     if (this.none.hidden) this.norms.set(this.epochs);
   }
+}
+
+/** Return a link to the view that the reader came from. */
+function crumb() {
+  const run = /^#\/runs\/([^?]+)/.exec(cameFrom());
+  return h("a", { href: cameFrom() }, run ? decodeURIComponent(run[1]) : "Buffers");
 }

@@ -2,32 +2,41 @@
 
 import { h, mark, say, svg } from "./dom.js";
 import { kept } from "./grid.js";
-import { bar, isLate, progress, setBar } from "./progress.js";
+import { nonfinite } from "./known.js";
+import { bar, isLate, isWaiting, progress, setBar, stillFor } from "./progress.js";
 import * as words from "./words.js";
 
 const SPARK = { width: 52, height: 16 };
 
-/** Return the columns. `statistics(row)` are the known statistics of a row, `now()` the server's time. */
+/** Numbers that a small curve shows. */
+export const POINTS = 30;
+
+/**
+ * Return the columns. `statistics(row)` are the known statistics of a row, `norms(row)` those of its closed epochs, and
+ * `now()` is the server's time. `width` is for the grid; a column that is not `isUsed(infos)` is not shown.
+ */
 export function columnsOf({ statistics, norms, now }) {
   const of = (row) => row.info ?? row.total;
-  const late = (row) => isLate(of(row), now());
-  const text = (write) => (cell, row) => say(cell, write(of(row), row) ?? "");
+  const late = (row) => membersOf(row).some((info) => isLate(info, now()) || isWaiting(info, now()));
+  const text = (write) => (cell, row) => {
+    say(cell, write(of(row), row) ?? "");
+    mark(cell, "title", cell.textContent);
+  };
   const amber = (cell, on) => cell.classList.toggle("late", on);
+  const plain = (id, width, write, more = {}) =>
+    ({ id, title: id, width, key: (row) => of(row)[id], fill: text(write), ...more });
+  const size = (row) => row.info?.shape.reduce((all, each) => all * each, 1) ?? null;
+  const shape = (info, row) => (row.info ? words.shape(info.shape) : words.many(row.members.length, "buffer"));
+  const weight = (info) => (info.weight === null ? "" : words.weight(info));
+  const epoch = (info) => (info.epochs ? [...new Set(info.epochs)].join("–") : String(info.epoch));
   return [
-    { id: "name", title: "name", key: (row) => row.name, fill: name },
-    {
-      id: "shape",
-      title: "shape",
-      key: (row) => row.info?.shape.reduce((all, each) => all * each, 1) ?? null,
-      fill: (cell, row) => {
-        say(cell, row.info ? words.shape(row.info.shape) : words.many(row.members.length, "buffer"));
-        mark(cell, "title", row.info ? cell.textContent : null);
-      },
-    },
-    { id: "dtype", title: "dtype", key: (row) => of(row).dtype, fill: text((info) => info.dtype) },
+    { id: "name", title: "name", width: "minmax(13rem, 1fr)", key: (row) => row.name, fill: name },
+    plain("shape", "7.5rem", shape, { key: size }),
+    plain("dtype", "4.8rem", ({ dtype }) => dtype),
     {
       id: "count",
       title: "count",
+      width: "6.5rem",
       key: (row) => progress(of(row)) ?? of(row).count,
       fill: (cell, row) => {
         const parts = kept(cell, () => ({ text: h("span"), bar: bar() }));
@@ -38,25 +47,25 @@ export function columnsOf({ statistics, norms, now }) {
     {
       id: "missing",
       title: "missing",
+      width: "minmax(7rem, 0.6fr)",
+      isUsed: (infos) => infos.some((info) => info.missing !== null),
       key: (row) => of(row).missing?.length ?? null,
       fill: (cell, row) => {
-        const names = of(row).missing ?? [];
-        say(cell, words.missing(names));
+        const behind = row.info ?? row.total.behind;
+        const still = behind.missing?.length ? stillFor(behind, now()) : null;
+        const names = still === null && !isLate(behind, now()) ? [] : behind.missing ?? [];
+        say(cell, words.missing(names) + (still === null ? "" : ` for ${words.span(still)}`));
         mark(cell, "title", names.length ? `${names.length} missing: ${names.slice(0, 100).join(", ")}` : null);
         amber(cell, late(row));
       },
     },
-    { id: "weight", title: "weight", number: true, key: (row) => of(row).weight, fill: text(words.weight) },
-    {
-      id: "epoch",
-      title: "epoch",
-      number: true,
-      key: (row) => row.info?.epoch ?? row.total.epochs[1],
-      fill: text((info) => (info.epochs ? [...new Set(info.epochs)].join("–") : String(info.epoch))),
-    },
+    plain("weight", "5.2rem", weight, { number: true }),
+    plain("epoch", "4rem", epoch, { number: true, key: (row) => row.info?.epoch ?? row.total.epochs[1] }),
     {
       id: "deadline",
       title: "deadline",
+      width: "5.4rem",
+      isUsed: (infos) => infos.some((info) => info.deadline_seconds !== null),
       key: (row) => of(row).deadline_at,
       fill: (cell, row) => {
         const at = of(row).deadline_at;
@@ -68,34 +77,31 @@ export function columnsOf({ statistics, norms, now }) {
     {
       id: "updated",
       title: "updated",
+      width: "5.4rem",
       key: (row) => -of(row).updated_at,
       fill: (cell, row) => {
         say(cell, words.distance(Math.min(of(row).updated_at, now()), now()));
         mark(cell, "title", words.time(of(row).updated_at));
       },
     },
-    {
-      id: "size",
-      title: "size",
-      number: true,
-      key: (row) => of(row).bytes,
-      fill: text((info) => words.size(info.bytes)),
-    },
+    plain("size", "4.8rem", ({ bytes }) => words.size(bytes), { number: true, key: (row) => of(row).bytes }),
     {
       id: "norm",
       title: "norm",
+      width: "8rem",
       number: true,
       key: (row) => statistics(row)?.norm ?? null,
       fill: (cell, row) => {
         const parts = kept(cell, () => ({ line: spark(), text: h("span") }));
         const norm = statistics(row)?.norm ?? null;
         say(parts.text, norm === null ? "" : words.general(norm, 4));
-        draw(parts.line, row.info ? norms(row.name) : []);
+        draw(parts.line, norms(row));
       },
     },
     {
       id: "nonfinite",
       title: "non-finite",
+      width: "5rem",
       number: true,
       key: (row) => nonfinite(statistics(row)),
       fill: (cell, row) => {
@@ -107,10 +113,7 @@ export function columnsOf({ statistics, norms, now }) {
   ];
 }
 
-/** Return the share of elements that are not finite, or null. */
-export function nonfinite(known) {
-  return known ? (known.nan + known.infinite) / Math.max(known.size, 1) : null;
-}
+const membersOf = (row) => row.members ?? [row.info];
 
 function name(cell, row) {
   const parts = kept(cell, () => ({
@@ -129,7 +132,8 @@ export function address(name) {
   return `#/buffers/${encodeURIComponent(name)}`;
 }
 
-function spark() {
+/** Return a small curve, which `draw` fills. */
+export function spark() {
   const { width, height } = SPARK;
   return svg(
     "svg",
@@ -138,7 +142,7 @@ function spark() {
   );
 }
 
-function draw(element, values) {
+export function draw(element, values) {
   const { width, height } = SPARK;
   const [low, high] = [Math.min(...values), Math.max(...values)];
   const x = (place) => 1 + ((width - 2) * place) / Math.max(values.length - 1, 1);

@@ -3,17 +3,13 @@
 import { h, put, scroller, table } from "./dom.js";
 import { nodesOf } from "./graphs.js";
 import { bar, setBar } from "./progress.js";
-import { repeat } from "./repeat.js";
-import { Runs } from "./runs.js";
+import { followRuns } from "./runs.js";
 import * as words from "./words.js";
-
-/** Seconds between two readings of the buffers. */
-const READ_SECONDS = 2;
 
 export async function show(main, { api, caller, signal, name }) {
   document.title = `${name} – gradserve`;
   const graph = await api.get(`v1/graphs/${encodeURIComponent(name)}`, { signal });
-  const runs = new Runs(graph, api, signal);
+  const runs = h("div");
   const crumbs = h("nav", { class: "crumbs", "aria-label": "Place" }, h("a", { href: "#/graphs" }, "Graphs"));
   const panel = (title, content) => h("section", { class: "panel" }, h("h2", {}, title), content);
   put(
@@ -22,12 +18,26 @@ export async function show(main, { api, caller, signal, name }) {
     h(
       "div",
       { class: "buffer" },
-      h("div", {}, runs.elements, panel("Parameters", parameters(graph, runs))),
+      h("div", {}, panel("Runs", runs), panel("Parameters", parameters(graph))),
       h("div", {}, panel("Nodes", nodes(graph)), panel("Tensors", signature(graph))),
     ),
   );
-  if (!caller.scopes.includes("buffers:read")) return runs.say("Runs are buffers: your API key lacks buffers:read.");
-  await repeat(signal, READ_SECONDS, () => runs.read());
+  const say = (text) => h("p", { class: "muted" }, text);
+  if (!caller.scopes.includes("buffers:read"))
+    return put(runs, say("Runs are buffers: your API key lacks buffers:read."));
+  const none = `No buffers have its parameters yet: set=parameters:${name}.p.* writes them.`;
+  await followRuns(runs, { api, signal, none: () => say(none), isShown: (run) => trains(run, graph) });
+}
+
+/** Return whether the run has a buffer, as exp1.p.NAME, for each parameter of the graph. */
+function trains({ prefix, infos }, { parameters }) {
+  const known = new Map(infos.map((info) => [info.name, info]));
+  const fits = (shape, wanted) => wanted?.every((length, place) => [null, shape[place]].includes(length)) ?? true;
+  const isIn = ([name, { shape }]) => {
+    const info = known.get(`${prefix}p.${name}`);
+    return info !== undefined && fits(info.shape, shape);
+  };
+  return Object.keys(parameters).length > 0 && Object.entries(parameters).every(isIn);
 }
 
 function summary(graph, now) {
@@ -62,16 +72,14 @@ function signature({ inputs, outputs, parameters, statistics, gradients }) {
 const head = (content) => h("th", { scope: "row" }, content);
 
 /** A tensor; its shape has "?" for a length that is open. */
-function row(name, { dtype, shape }, ...more) {
+function row(name, { dtype, shape }) {
   const text = shape === null ? "any" : words.shape(shape.map((length) => length ?? "?"));
-  return h("tr", {}, head(name), h("td", {}, dtype), h("td", { class: "mono" }, text), more);
+  return h("tr", {}, head(name), h("td", {}, dtype), h("td", { class: "mono" }, text));
 }
 
-/** All parameters. The shown run fills the versions and writes the links to its buffers. */
-function parameters(graph, runs) {
-  const rows = Object.entries(graph.parameters).map(([name, tensor]) => row(...runs.cells(name, tensor)));
-  const heads = ["name", "dtype", "shape", h("th", { scope: "col", class: "number" }, "version"), "updated"];
-  return rows.length ? scroller("Parameters", "listed", table("plain", heads, rows)) : "none";
+function parameters(graph) {
+  const rows = Object.entries(graph.parameters).map(([name, tensor]) => row(name, tensor));
+  return rows.length ? scroller("Parameters", "listed", table("plain", ["name", "dtype", "shape"], rows)) : "none";
 }
 
 function nodes(graph) {

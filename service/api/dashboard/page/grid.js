@@ -8,7 +8,8 @@ const MARGIN_ROWS = 6;
 /**
  * A table whose rows are set as plain objects with an `id` and a `level`. Rows that can open have `open`.
  *
- * `columns` are {id, title, number, fill(cell, row)}; `sorted(id)` is called for a click on a header, `chosen(row)` for
+ * `columns` are {id, title, width, number, fill(cell, row)}; a cell of a column in `row.head.same` is not seen, because
+ * the head says it. `sorted(id)` is called for a click on a header, `chosen(row)` for
  * Enter or a click on a row, `toggled(row, open)` for one that opens, and `moved()` when other rows come into sight.
  */
 export class Grid {
@@ -51,7 +52,8 @@ export class Grid {
       const direction = descending ? "descending" : "ascending";
       mark(this.heads[place], "aria-sort", column.id === sort ? direction : null);
     });
-    mark(this.element, "data-hidden", [...hidden].join(" "));
+    const widths = this.columns.filter(({ id }) => !hidden.has(id)).map(({ width }) => width);
+    this.element.style.setProperty("--columns", widths.join(" "));
     mark(this.element, "aria-rowcount", rows.length + 1);
     mark(this.element, "aria-colcount", this.columns.length);
     this.draw();
@@ -121,6 +123,7 @@ export class Grid {
       const cell = element.children[number];
       cell.hidden = this.hidden.has(column.id);
       if (!cell.hidden) column.fill(cell, row);
+      cell.classList.toggle("told", row.head?.same.has(column.id) ?? false);
     });
   }
 

@@ -1,9 +1,15 @@
-// The progress of a running epoch, and whether the epoch is late.
+// The progress of a running epoch, and whether it waits or is late.
 
 import { h, mark } from "./dom.js";
 
 /** The share of a deadline that is left when those who are missing count as late. */
 const LATE_SHARE = 0.25;
+
+/** Seconds without a change after which a partly filled epoch waits, as in the client's log. */
+export const WAITING_SECONDS = 30;
+
+/** Seconds without a change after which the page says who is not in: in a quick run nobody could read it earlier. */
+const STILL_SECONDS = 3;
 
 /** Return how much of an epoch is in, from 0 to 1, or null if the buffer has no quorum. */
 export function progress(info) {
@@ -15,6 +21,18 @@ export function progress(info) {
 /** Return whether the deadline of the epoch has passed or nearly has, at the server's time `now`. */
 export function isLate(info, now) {
   return info.deadline_at !== null && info.deadline_at - now < LATE_SHARE * info.deadline_seconds;
+}
+
+/** Return for how many seconds a partly filled epoch has not moved, if that is worth a word; else null. */
+export function stillFor(info, now) {
+  const isPartly = info.count > 0 && ((progress(info) ?? 1) < 1 || info.missing?.length > 0);
+  const seconds = now - info.updated_at;
+  return isPartly && seconds >= STILL_SECONDS ? seconds : null;
+}
+
+/** Return whether a partly filled epoch has not moved for so long that somebody should look. */
+export function isWaiting(info, now) {
+  return (stillFor(info, now) ?? 0) >= WAITING_SECONDS;
 }
 
 /** Return a bar, which `setBar` fills. */

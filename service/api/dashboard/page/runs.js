@@ -1,163 +1,160 @@
-// The runs of a graph among the buffers: prefixes, such as "exp1.", with a buffer "exp1.p.NAME" for each parameter.
+// All runs: how each goes, who is in, and who is waited for. The page begins here.
 
-import { path } from "./actions.js";
-import { address } from "./columns.js";
-import { h, mark, put, say } from "./dom.js";
-import { epochChart } from "./epochs.js";
-import { bar, isLate, progress, setBar } from "./progress.js";
+import { draw as drawCurve, POINTS, spark } from "./columns.js";
+import { h, mark, put, say, table } from "./dom.js";
+import { known } from "./known.js";
+import { lesson } from "./lesson.js";
+import { follow, Listed } from "./listed.js";
+import { runsOf, stateOf, Steps, workersOf } from "./training.js";
 import { byName } from "./tree.js";
 import * as words from "./words.js";
+import { chips, setChips } from "./workers.js";
 
-/** Closed epochs whose losses the page remembers, also of those that the buffer keeps no longer. */
-const MAX_EPOCHS = 200;
+/** Runs of each table that are shown at once, and chips of each run. */
+const [MAX_SHOWN, MAX_CHIPS] = [100, 8];
 
-const TILES = ["steps", "epoch", "count", "missing", "last loss"];
+/** Those in trouble are on top. */
+const RANKS = { bad: 0, late: 1, on: 2, still: 2, over: 2 };
 
-/** Two panels with one run, which the reader chooses, and its losses. */
-export class Runs {
-  constructor(graph, api, signal) {
-    Object.assign(this, { graph, api, signal, chosen: null });
-    [this.rows, this.seen] = [new Map(), new Map()];
-    this.choice = h("select", { "aria-label": "Run" });
-    this.choice.addEventListener("change", () => {
-      this.chosen = this.choice.value;
-      this.draw().catch(() => {}); // the next reading tries again
-    });
-    this.values = TILES.map(() => h("dd"));
-    this.track = bar();
-    this.words = h("p", { class: "muted" });
-    this.chart = epochChart("loss", signal);
-    const tiles = TILES.map((title, place) => h("div", {}, h("dt", {}, title), this.values[place]));
-    this.tiles = h("dl", { class: "tiles" }, tiles);
-    const title = h("h2", {}, "Loss", h("span", { class: "muted" }, "mean of each closed epoch"));
-    this.loss = h("section", { class: "panel" }, title, this.chart.element);
-    const head = h("h2", {}, "Run", this.choice);
-    const run = h("section", { class: "panel running" }, head, this.tiles, this.track, this.words);
-    this.elements = [run, this.loss];
-    this.say("Reading the buffers.");
-  }
+export async function show(main, { api, caller, signal }) {
+  await followRuns(main, { api, signal, none: () => lesson(caller) });
+}
 
-  /** Say why there is no run, or, with `isRun`, why there are no losses. */
-  say(text, isRun = false) {
-    this.tiles.hidden = this.choice.hidden = !isRun;
-    this.loss.hidden = text !== "";
-    if (!isRun) setBar(this.track, null);
-    say(this.words, text);
-  }
+/** Show the runs that `isShown(run)` chooses in `main`, or what `none()` returns, until the signal aborts. */
+export async function followRuns(main, { api, signal, none, isShown = null }) {
+  await follow(new Runs(main, api, signal, none, isShown), signal);
+}
 
-  /** Return what the row of a parameter has, and fill it from now on. */
-  cells(name, tensor) {
-    const row = { link: h("a", {}, name), version: h("td", { class: "number" }), updated: h("td") };
-    this.rows.set(name, row);
-    return [row.link, tensor, row.version, row.updated];
+class Runs {
+  constructor(main, api, signal, none, isShown) {
+    Object.assign(this, { main, api, signal, none, isShown, runs: null });
+    this.listed = new Listed(api, signal);
+    this.steps = new Steps(api, signal);
+    this.rows = new Map();
+    this.news = new Map();
+    this.summary = h("p", { class: "summary muted" });
+    this.head = h("div", { class: "line top" }, h("h1", {}, "Runs"), this.summary);
+    [this.active, this.idle] = [new Table(), new Table()];
+    this.folded = h("summary");
+    this.details = h("details", { class: "folded" }, this.folded, this.idle.element);
+    this.quiet = h("p", { class: "muted none" }, "No run is active.");
   }
 
   async read() {
-    const infos = await this.api.all("buffers", { signal: this.signal });
-    this.runs = runsOf(infos, this.graph.parameters);
-    await this.draw();
+    await this.listed.read();
+    const { infos } = this.listed;
+    this.runs = runsOf(infos).filter(this.isShown ?? Boolean);
+    known.keep(infos);
+    this.tick();
+    if (!this.runs.length) return;
+    const shown = [...this.active.runs, ...(this.details.open ? this.idle.runs : [])];
+    await this.steps.read(shown);
+    await known.ask(shown.flatMap((run) => run.infos), this);
+    this.tick();
   }
 
-  async draw() {
-    const last = this.runs.reduce((last, run) => (last === null || run.updated > last.updated ? run : last), null);
-    const run = this.runs.find(({ prefix }) => prefix === this.chosen) ?? last;
-    this.drawParameters(run);
-    if (run === null) return this.say(this.why());
-    this.chosen = run.prefix;
-    const names = this.runs.map(({ prefix }) => prefix);
-    if (String(names) !== String(Array.from(this.choice.options, ({ value }) => value)))
-      put(this.choice, names.map((value) => h("option", { value }, value.slice(0, -1) || "no prefix")));
-    this.choice.value = run.prefix;
-    if (!this.seen.has(run.life)) this.seen.set(run.life, { before: 0, losses: [] });
-    const seen = this.seen.get(run.life);
-    await this.look(run, seen);
-    if (this.chosen === run.prefix) this.drawRun(run, seen);
-  }
-
-  why() {
-    if (!this.rows.size) return "The graph has no parameters.";
-    return `No buffers have its parameters yet: set=parameters:${this.graph.name}.p.* writes them.`;
-  }
-
-  drawParameters(run) {
-    [...this.rows.values()].forEach(({ link, version, updated }, place) => {
-      const info = run?.parameters[place];
-      mark(link, "href", info ? address(info.name) : null);
-      say(version, info ? String(info.version) : "");
-      say(updated, info ? this.ago(info.updated_at) : "");
-    });
-  }
-
-  ago(at) {
-    return words.distance(Math.min(at, this.api.now()), this.api.now());
-  }
-
-  /** Read the number of steps before the run, and the mean losses of its closed epochs, if they have changed. */
-  async look({ first, loss }, seen) {
-    const get = (name, end) => this.api.get(path(name, end), { signal: this.signal });
-    if (first && seen.version !== first.version) {
-      seen.before = Number((await get(first.name, "/value?encoding=list")).value.data);
-      seen.version = first.version;
+  tick() {
+    if (this.signal.aborted) return;
+    if (!this.runs.length) {
+      if (this.details.isConnected || !this.main.children.length) put(this.main, this.none());
+      return;
     }
-    if (!loss || seen.epoch === loss.epoch) return;
-    const { epochs } = await get(loss.name, "/statistics");
-    const mean = (each) => (each.mean === null || each.weight === 0 ? null : each.mean / each.weight);
-    const fresh = epochs.map((each) => ({ epoch: each.epoch, loss: mean(each) }));
-    const known = new Map([...seen.losses, ...fresh].map((each) => [each.epoch, each]));
-    seen.losses = [...known.values()].slice(-MAX_EPOCHS);
-    seen.epoch = loss.epoch;
+    const head = this.isShown ? null : this.head;
+    if (!this.details.isConnected) put(this.main, head, this.active.element, this.quiet, this.details);
+    const now = this.api.now();
+    const all = this.runs.map((run) => ({ run, state: stateOf(run, known.ill(run.infos).length, now) }));
+    const rank = ({ state }) => RANKS[state.kind];
+    const active = all.filter(({ state }) => state.isActive);
+    active.sort((a, b) => rank(a) - rank(b) || byName(a.run.name, b.run.name));
+    const idle = all.filter(({ state }) => !state.isActive);
+    idle.sort((a, b) => b.run.moved - a.run.moved);
+    this.active.fill(active, (each) => this.row(each, now));
+    this.idle.fill(idle, (each) => this.row(each, now));
+    [this.active.element.hidden, this.quiet.hidden] = [active.length === 0, active.length > 0];
+    this.details.hidden = idle.length === 0;
+    const ill = idle.filter(({ state }) => state.kind === "bad").length;
+    say(this.folded, words.many(idle.length, "idle run") + (ill ? `, ${ill} with non-finite values` : ""));
+    this.summarize(active.length);
+    for (const { run, state } of active) this.announce(run, state);
   }
 
-  drawRun({ prefix, steps, behind, loss }, { before, losses }) {
-    const last = losses.at(-1)?.loss;
+  row({ run, state }, now) {
+    const row = this.rows.get(run.prefix) ?? this.rows.set(run.prefix, new Row(run)).get(run.prefix);
+    row.fill(run, state, { now, steps: this.steps, rate: this.listed.rate(run.infos) });
+    return row.element;
+  }
+
+  summarize(active) {
+    const infos = this.runs.flatMap((run) => run.infos);
+    const rate = this.listed.rate(infos);
     const texts = [
-      (steps + before).toLocaleString("en"),
-      behind ? String(behind.epoch) : "–",
-      behind ? words.count(behind) : "–",
-      behind?.missing ? words.missing(behind.missing) || "nobody" : "–",
-      last === undefined ? "–" : last === null ? "none" : words.general(last, 4),
+      words.many(active, "active run"),
+      words.many(infos.length, "buffer"),
+      words.size(infos.reduce((sum, info) => sum + info.bytes, 0)),
+      ...(rate === null ? [] : [`${words.general(rate, 3)} adds/s`]),
     ];
-    texts.forEach((text, place) => say(this.values[place], text));
-    const late = behind !== null && isLate(behind, this.api.now());
-    this.values[TILES.indexOf("missing")].classList.toggle("late", late);
-    setBar(this.track, behind && progress(behind), late);
-    const none = loss ? "No epoch has closed yet." : `No losses: there is no buffer ${prefix}loss.`;
-    this.say(losses.length ? "" : none, true);
-    this.chart.set(losses);
+    put(this.summary, texts.map((each) => h("span", {}, each)));
+  }
+
+  /** Tell readers of a screen what is new, once. */
+  announce(run, { kind, text }) {
+    const before = this.news.get(run.prefix);
+    this.news.set(run.prefix, kind);
+    if (["late", "bad"].includes(kind) && before !== kind) say(document.getElementById("news"), `${run.name}: ${text}`);
   }
 }
 
-/**
- * Return the runs of these parameters. `steps` is how often a run has written all parameters since their first values.
- * `behind` is the gradients' buffer that lacks most, or null; `first`, if any, has the number of steps before the run.
- */
-function runsOf(infos, parameters) {
-  const known = new Map(infos.map((info) => [info.name, info]));
-  const names = Object.keys(parameters);
-  if (!names.length) return [];
-  const end = `p.${names[0]}`;
-  const prefixes = infos.flatMap(({ name }) => (name.endsWith(end) ? [name.slice(0, -end.length)] : []));
-  return prefixes
-    .filter((prefix) => prefix === "" || prefix.endsWith("."))
-    .map((prefix) => [prefix, names.map((name) => known.get(`${prefix}p.${name}`))])
-    .filter(([, infos]) => infos.every((info, place) => info && fits(info.shape, parameters[names[place]].shape)))
-    .map(([prefix, infos]) => runOf(prefix, infos, names.map((name) => known.get(`${prefix}g.${name}`)), known))
-    .sort((a, b) => byName(a.prefix, b.prefix));
+/** A table of runs, whose rows `fill` puts there. */
+class Table {
+  constructor() {
+    const number = (title) => h("th", { scope: "col", class: "number" }, title);
+    const heads = ["run", number("epoch"), number("loss"), number("norm"), number("adds/s"), "workers"];
+    const element = table("plain runs", heads, []);
+    [this.runs, this.most, this.body] = [[], MAX_SHOWN, element.tBodies[0]];
+    this.more = h("button", { type: "button", hidden: true, onclick: () => (this.most += MAX_SHOWN) });
+    this.element = h("section", { class: "panel" }, element, this.more);
+  }
+
+  fill(all, rowOf) {
+    this.runs = all.slice(0, this.most).map(({ run }) => run);
+    const rows = all.slice(0, this.most).map(rowOf);
+    const isSame = rows.length === this.body.children.length && rows.every((row, at) => row === this.body.children[at]);
+    if (!isSame) put(this.body, rows); // else a link keeps the focus
+    this.more.hidden = rows.length === all.length;
+    say(this.more, `Show ${Math.min(MAX_SHOWN, all.length - rows.length)} more`);
+  }
 }
 
-const fits = (shape, wanted) => wanted?.every((length, place) => [null, shape[place]].includes(length)) ?? true;
+/** Write how a run goes into a link, which leads to the buffers that it speaks of. */
+export function tellState(link, { prefix }, { kind, text, only }) {
+  mark(say(link, text), "class", `state ${kind}`);
+  mark(link, "href", only && `#/buffers?only=${only}&search=${encodeURIComponent(prefix)}`);
+}
 
-function runOf(prefix, parameters, gradients, known) {
-  const [loss, first] = [known.get(`${prefix}loss`), known.get(`${prefix}::first`)];
-  const lacks = (a, b) => a.epoch - b.epoch || a.count - b.count;
-  return {
-    prefix,
-    parameters,
-    steps: Math.max(Math.min(...parameters.map(({ version }) => version)) - 1, 0),
-    updated: Math.max(...parameters.map((info) => info.updated_at)),
-    life: `${prefix}/${parameters[0].created_at}/${loss?.created_at}`, // another run may have the same name
-    behind: gradients.filter(Boolean).sort(lacks)[0] ?? null,
-    loss,
-    first,
-  };
+/** The row of a run. Its elements stay, so that the focus and a selection do. */
+class Row {
+  constructor({ name }) {
+    const cell = (kind) => [kind, h("td", { class: `number ${kind}` })];
+    this.state = h("a");
+    this.cells = Object.fromEntries(["epoch", "loss", "norm", "rate"].map(cell));
+    [this.curve, this.norm, this.chips] = [spark(), h("span"), chips()];
+    put(this.cells.norm, this.curve, this.norm);
+    const link = h("a", { href: `#/runs/${encodeURIComponent(name)}`, class: "name" }, name);
+    const head = h("th", { scope: "row" }, link, this.state);
+    this.element = h("tr", {}, head, Object.values(this.cells), h("td", { class: "workers" }, this.chips));
+  }
+
+  fill(run, state, { now, steps, rate }) {
+    mark(this.element, "data-state", state.kind);
+    tellState(this.state, run, state);
+    const step = steps.of(run);
+    say(this.cells.epoch, step === null ? run.behind.epoch.toLocaleString("en") : `step ${step.toLocaleString("en")}`);
+    const [loss] = run.losses.map((info) => known.curve([info], 1).at(-1)?.loss ?? null);
+    say(this.cells.loss, typeof loss === "number" ? words.general(loss, 4) : "");
+    const curve = known.curve(run.gradients, POINTS).map(({ norm }) => norm);
+    say(this.norm, curve.length ? words.general(curve.at(-1), 4) : "");
+    drawCurve(this.curve, curve);
+    say(this.cells.rate, rate === null ? "" : words.general(rate, 3));
+    setChips(this.chips, workersOf(run, now), MAX_CHIPS);
+  }
 }

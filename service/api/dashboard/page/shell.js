@@ -9,12 +9,16 @@ const main = document.getElementById("main");
 const banner = document.getElementById("banner");
 
 const VIEWS = {
+  runs: ["Runs", () => import("./runs.js")],
+  run: ["Run", () => import("./run.js")],
   buffers: ["Buffers", () => import("./buffers.js")],
   buffer: ["Buffer", () => import("./buffer.js")],
   operators: ["Operators", () => import("./operators.js")],
   graphs: ["Graphs", () => import("./graphs.js")],
   service: ["Service", () => import("./service.js")],
 };
+
+const SECTIONS = ["runs", "buffers", "operators", "graphs", "service"];
 
 let caller = null;
 let running = new AbortController();
@@ -23,13 +27,10 @@ let running = new AbortController();
 function place(hash) {
   const [path, query = ""] = hash.replace(/^#\/?/, "").split("?", 2);
   const [first, ...rest] = path.split("/");
-  const name = rest.length ? decoded(rest.join("/")) : null;
-  const view = first === "buffers" && name ? "buffer" : first in VIEWS && first !== "buffer" ? first : "buffers";
-  return {
-    view,
-    section: view === "buffer" ? "buffers" : view,
-    parameters: { name, query: new URLSearchParams(query) },
-  };
+  const section = SECTIONS.includes(first) ? first : "runs";
+  const name = rest.length && section === first ? decoded(rest.join("/")) : null;
+  const view = name && ["runs", "buffers"].includes(section) ? section.slice(0, -1) : section;
+  return { view, section, parameters: { name, query: new URLSearchParams(query) } };
 }
 
 function decoded(text) {
@@ -50,7 +51,7 @@ async function show() {
     else link.removeAttribute("aria-current");
   }
   const [title, load] = VIEWS[view];
-  document.title = `${view === "buffer" ? parameters.name : title} – gradserve`;
+  document.title = `${["run", "buffer"].includes(view) ? parameters.name : title} – gradserve`;
   main.dataset.view = view;
   if (caller === null && !(await meet(signal))) return;
   put(main);

@@ -1,4 +1,7 @@
-// Buffers as rows of a table, flat or as a tree by the dots in their names.
+// Buffers as rows of a table, flat or as a tree by their runs and the dots in their names.
+
+import { progress } from "./progress.js";
+import { prefixes } from "./training.js";
 
 const collator = new Intl.Collator("en", { numeric: true });
 
@@ -7,13 +10,15 @@ export const byName = (a, b) => collator.compare(a, b);
 /**
  * Return the rows to show. A row has `info`, or it is a group, with `members`, all buffers below it, and `total`, their
  * numbers together. `key(row)` is what rows are sorted by: null comes last. `isOpen(path)` says which groups show their
- * rows.
+ * rows. Groups are runs, and then the parts of names between dots. All names begin with `prefix`, which no row repeats.
+ *
+ * `head` of a row is the group of its run; the columns in `head.same` are equal in all its rows.
  */
-export function rowsOf(infos, { tree, key, descending, isOpen }) {
+export function rowsOf(infos, { tree, prefix, key, descending, isOpen }) {
   const order = ordering(key, descending);
-  if (!tree) return infos.map((info) => leaf(info, info.name, 1)).sort(order);
+  if (!tree) return infos.map((info) => leaf(info, info.name.slice(prefix.length), 1)).sort(order);
   const rows = [];
-  walk(grown(infos), 1, rows, { order, isOpen });
+  walk(grown(infos, prefix), 1, null, rows, { order, isOpen });
   return rows;
 }
 
@@ -38,13 +43,16 @@ function ordering(key, descending) {
 }
 
 /** Return the root of the tree: nodes have `groups` by the next part of the name, and `leaves`. */
-function grown(infos) {
-  const root = node("");
+function grown(infos, prefix) {
+  const [root, runs] = [node(prefix), prefixes(infos.map(({ name }) => name))];
   for (const info of infos) {
-    const parts = info.name.split(".");
+    const run = prefix === "" ? runs.get(info.name) : prefix;
+    const rest = info.name.slice(run.length).split(".");
+    const within = rest.slice(0, -1).map((part) => `${part}.`);
+    const parts = prefix === "" && run !== info.name ? [run, ...within] : within;
     let place = root;
-    for (const part of parts.slice(0, -1)) {
-      if (!place.groups.has(part)) place.groups.set(part, node(`${place.path}${part}.`));
+    for (const part of parts) {
+      if (!place.groups.has(part)) place.groups.set(part, node(`${place.path}${part}`));
       place = place.groups.get(part);
       place.members.push(info);
     }
@@ -57,16 +65,16 @@ function node(path) {
   return { path, groups: new Map(), leaves: [], members: [] };
 }
 
-function walk(place, level, rows, { order, isOpen }) {
+function walk(place, level, head, rows, { order, isOpen }) {
   const below = [...place.groups.values()].map((group) => grouped(group, place.path, level));
   const leaves = place.leaves.map((info) => leaf(info, info.name.slice(place.path.length), level));
   const siblings = [...below, ...leaves].sort(order);
   siblings.forEach((row, index) => {
-    [row.position, row.siblings] = [index + 1, siblings.length];
+    [row.position, row.siblings, row.head] = [index + 1, siblings.length, head];
     rows.push(row);
     if (row.members === undefined) return;
     row.open = isOpen(row.name);
-    if (row.open) walk(row.place, level + 1, rows, { order, isOpen });
+    if (row.open) walk(row.place, level + 1, head ?? row, rows, { order, isOpen });
   });
 }
 
@@ -74,36 +82,46 @@ function walk(place, level, rows, { order, isOpen }) {
 function grouped(place, above, level) {
   if (place.members.length === 1) return leaf(place.members[0], place.members[0].name.slice(above.length), level);
   while (place.groups.size === 1 && place.leaves.length === 0) [place] = place.groups.values();
-  const name = place.path.slice(0, -1);
+  const name = place.path.replace(/(\.|::)$/, "");
   const row = { id: `g:${name}`, name, label: name.slice(above.length), level, members: place.members, place };
   row.total = total(place.members);
+  row.same = sameIn(place.members);
   return row;
 }
 
-/** Return the numbers of buffers together, in the form of metadata. What differs among them is null. */
+/** Return the columns that are equal for all these buffers, of those that a group can show. */
+export function sameIn(infos) {
+  const [first, every] = [infos[0], (test) => infos.every((info) => test(info))];
+  const alike = (...names) => every((info) => names.every((name) => info[name] === first[name]));
+  const missing = String(first.missing);
+  const columns = {
+    dtype: alike("dtype"),
+    count: alike("count", "quorum", "quorum_weight", "weight"),
+    missing: every((info) => String(info.missing) === missing),
+    weight: alike("weight", "quorum_weight"),
+    epoch: alike("epoch"),
+    deadline: alike("deadline_at"),
+    updated: every((info) => Math.abs(info.updated_at - first.updated_at) < 1),
+  };
+  return new Set(Object.keys(columns).filter((name) => columns[name]));
+}
+
+/** Return the numbers of buffers together, in the form of metadata: those of the one that lacks most, or of all. */
 function total(infos) {
-  const sum = (name) => infos.reduce((all, info) => all + info[name], 0);
-  const sumIfAll = (name) => (infos.every((info) => info[name] !== null) ? sum(name) : null);
   const same = (name) => (infos.every((info) => info[name] === infos[0][name]) ? infos[0][name] : null);
-  const least = (name) => infos.reduce((least, info) => Math.min(least, info[name]), Infinity);
-  const most = (name) => infos.reduce((most, info) => Math.max(most, info[name]), -Infinity);
-  const late = infos.filter((info) => info.deadline_at !== null);
-  const first = late.reduce(
-    (least, info) => (least === null || info.deadline_at < least.deadline_at ? info : least),
-    null,
-  );
-  const lacking = infos.filter((info) => info.missing !== null);
+  const lacks = (a, b) => a.epoch < b.epoch || (a.epoch === b.epoch && (progress(a) ?? 1) < (progress(b) ?? 1));
+  const behind = infos.reduce((least, info) => (lacks(info, least) ? info : least));
+  const epochs = infos.map((info) => info.epoch);
+  const due = infos.filter((info) => info.deadline_at !== null).sort((a, b) => a.deadline_at - b.deadline_at)[0];
   return {
+    ...behind,
+    behind,
     dtype: same("dtype"),
-    count: sum("count"),
-    quorum: sumIfAll("quorum"),
-    weight: sum("weight"),
-    quorum_weight: sumIfAll("quorum_weight"),
-    epochs: [least("epoch"), most("epoch")],
-    bytes: sum("bytes"),
-    updated_at: most("updated_at"),
-    deadline_at: first?.deadline_at ?? null,
-    deadline_seconds: first?.deadline_seconds ?? null,
-    missing: lacking.length ? [...new Set(lacking.flatMap((info) => info.missing))] : null,
+    weight: same("weight"),
+    epochs: [epochs.reduce((a, b) => Math.min(a, b)), epochs.reduce((a, b) => Math.max(a, b))],
+    bytes: infos.reduce((sum, info) => sum + info.bytes, 0),
+    deadline_at: due?.deadline_at ?? null,
+    deadline_seconds: due?.deadline_seconds ?? null,
+    updated_at: infos.reduce((last, info) => Math.max(last, info.updated_at), 0),
   };
 }

@@ -32,10 +32,17 @@ export function weight(info) {
   return general(info.weight) + (info.quorum_weight === null ? "" : ` of ${general(info.quorum_weight)}`);
 }
 
-/** Return who is missing, at most three by name. */
+/** Return who is missing, at most three by name: rank2, rank5 and rank7. */
 export function missing(names) {
   const more = names.length > MOST_NAMED ? [`${names.length - MOST_NAMED} more`] : [];
-  return [...names.slice(0, MOST_NAMED), ...more].join(", ");
+  const all = [...names.slice(0, MOST_NAMED), ...more];
+  return [all.slice(0, -1).join(", "), ...all.slice(-1)].filter(Boolean).join(" and ");
+}
+
+/** Return for whom or what an epoch waits, and how long it has not moved: waiting for rank2 for 40 s. */
+export function waiting(info, seconds) {
+  const lacking = info.quorum === null ? "more weight" : `${info.quorum - info.count} of ${info.quorum}`;
+  return `waiting for ${info.missing?.length ? missing(info.missing) : lacking} for ${span(seconds)}`;
 }
 
 /** Return the contributors, with the number of their gradients if that is not 1. */
