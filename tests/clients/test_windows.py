@@ -15,6 +15,8 @@ def pair(*kind):  # as Python makes it on Windows
         return mine, door.accept()[0]
 
 socket.socketpair = pair
+for module in [one for one in sys.modules if one in ("grp", "pwd") or one.startswith("pathlib")]:
+    del sys.modules[module]  # editable packages load pathlib at the start, which loads these from Python 3.13 on
 for module in ["fcntl", "grp", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty"]:
     assert module not in sys.modules, module
     sys.modules[module] = None
