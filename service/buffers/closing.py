@@ -64,7 +64,9 @@ def close(txn: Transaction, record: Record, by: ClosedBy) -> tuple[Record, Close
     epochs = (*record.closed, closed)
     for old in epochs[: -record.spec.keep]:
         txn.free(old.value)
-    record = next_epoch(record).changed(closed=epochs[-record.spec.keep :])
+    expected = record.spec.contributors or ()
+    absent = {name: record.last_in(name) for name in expected if name not in record.contributors_in}
+    record = next_epoch(record).changed(closed=epochs[-record.spec.keep :], closed_at=record.updated, absent=absent)
     txn.put(record)
     return record, closed
 

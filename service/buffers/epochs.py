@@ -79,7 +79,7 @@ def check_contributor(name: str, parameter: str = "contributor") -> str:
 
 
 def described(missing: Sequence[str] | None) -> str:
-    """Return which expected contributors are missing, as the end of a sentence. None: the buffer expects nobody.
+    """Return which expected contributors are missing, as the end of a sentence. None: nobody knows them.
 
     >>> described(["rank3", "rank7"]), described(["a", "b", "c", "d", "e"])
     ('; rank3 and rank7 are missing', '; a, b, c and 2 more are missing')

@@ -24,11 +24,14 @@ from service.buffers.specs import RULES
 from service.dtypes import DTYPES
 from service.errors import BufferCorrupt, StoreFailed
 
-FORMAT = 7
+FORMAT = 8
 """The number of the format of all stores. Every change of what they hold raises it, and it never goes back."""
 
-READABLE = ("6", str(FORMAT))
-"""The formats that this version reads. A server makes 7 of 6, which has no graphs."""
+READABLE = ("6", "7", str(FORMAT))
+"""The formats that this version reads. A server makes 8 of 6, which has no graphs, and of 7.
+
+Records of both do not say when the last epoch closed: then it is the last change before the upgrade.
+"""
 
 FINGERPRINT_BYTES = 16
 """Length of the fingerprint of a request with a key."""
@@ -39,8 +42,8 @@ DIGEST_BYTES = 16
 _STATE = ("updated", "closed", "epoch", "version", "count", "weight")
 """The members of every receipt behind the name. Only the answer to a new buffer, or to new rules, has others."""
 
-_NUMBERS = struct.Struct("<QddQQQdQd")
-"""The numbers of a record: id, created, updated, epoch, version, count, weight, value and began."""
+_NUMBERS = struct.Struct("<QddQQQdQdd")
+"""The numbers of a record: id, created, updated, epoch, version, count, weight, value, began and closed_at."""
 
 _CLOSED_NUMBERS = struct.Struct("<QQQdQ")
 """The numbers of a closed epoch: epoch, version, count, weight and value."""
@@ -93,8 +96,10 @@ def pack_record(record: Record) -> bytes:
         record.value,
         [_pack_closed(spec, closed) for closed in record.closed],
     ]
-    if record.began is not None or record.contributors_in:
+    if record.began is not None or record.contributors_in or record.absent:
         fields += [record.began, record.contributors_in]
+    if record.closed_at is not None:
+        fields += [record.closed_at, record.absent] if record.absent else [record.closed_at]
     return orjson.dumps(fields)
 
 
@@ -104,10 +109,13 @@ def unpack_record(name: BufferName, packed: bytes | memoryview) -> Record:
         members, *state = orjson.loads(packed)
         spec = _shared_spec(orjson.dumps(members))
         state[8] = tuple([_unpack_closed(spec, each) for each in state[8]])
-        began, contributors = state[9:] or (None, {})
-        _NUMBERS.pack(*state[:7], *map(_zeroed, (state[7], began)))  # refuses other types
-        _check_adds(contributors)
-        return Record(name, spec, *[*state[:9], began, contributors, len(packed)])
+        began, contributors, closed_at, absent = _later(state[9:])
+        if closed_at is None and state[8]:
+            closed_at = state[2]  # a record of a format before 8
+        _NUMBERS.pack(*state[:7], *map(_zeroed, (state[7], began, closed_at)))  # refuses other types
+        _check_numbers(contributors)
+        _check_numbers(absent, float)
+        return Record(name, spec, *[*state[:9], began, contributors, closed_at, absent, len(packed)])
     except (LookupError, TypeError, ValueError, struct.error):
         problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
         raise BufferCorrupt(problem, buffer=str(name)) from None
@@ -131,10 +139,16 @@ def _check(is_packed: bool) -> None:
         raise ValueError
 
 
-def _check_adds(contributors: Any) -> None:
-    """Raise `ValueError` unless these are the numbers of adds by contributor."""
+def _later(fields: Sequence[Any]) -> Sequence[Any]:
+    """Return began, contributors_in, closed_at and absent from what a record has of them."""
+    found = fields if len(fields) > 1 else [None, {}, *fields]
+    return [*found, *(None, {})[len(found) - 2 :]]
+
+
+def _check_numbers(contributors: Any, kind: type = int) -> None:
+    """Raise `ValueError` unless these are numbers of adds, or times, by contributor."""
     if contributors != {}:
-        _check(isinstance(contributors, dict) and all(type(adds) is int for adds in contributors.values()))
+        _check(isinstance(contributors, dict) and all(type(number) is kind for number in contributors.values()))
 
 
 def _zeroed(value: Any) -> Any:
@@ -155,7 +169,7 @@ def _unpack_closed(spec: Spec, packed: Sequence[Any]) -> Closed:
         return Closed(*(*packed, _usual(spec, packed[2])))
     closed_by, contributors = packed[5:]
     _check(closed_by in get_args(ClosedBy))
-    _check_adds(contributors)
+    _check_numbers(contributors)
     return Closed(*packed)
 
 

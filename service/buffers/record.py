@@ -34,7 +34,9 @@ class Record:
     """A buffer without its numbers. The store keeps them under the id `value`; None means zeros, which are not stored.
 
     `id` tells the buffer from earlier buffers of the same name. `began` is the time of the running epoch's first add,
-    None without a deadline. `contributors_in` counts the gradients of each contributor in it.
+    None without a deadline. `contributors_in` counts the gradients of each contributor in it. `closed_at` is when the
+    last epoch closed. `absent` has those of the spec's contributors who were not in that epoch: when the last epoch
+    that had them closed, or the creation.
     """
 
     full_name: BufferName
@@ -50,6 +52,8 @@ class Record:
     closed: tuple[Closed, ...] = ()
     began: float | None = None
     contributors_in: Mapping[str, int] = field(default_factory=dict)
+    closed_at: float | None = None
+    absent: Mapping[str, float] = field(default_factory=dict)
     packed_bytes: int = field(default=0, compare=False)
     """Bytes of the record in the store when it was read last."""
 
@@ -114,9 +118,25 @@ class Record:
 
     @property
     def missing(self) -> list[str] | None:
-        """The expected contributors that the running epoch lacks; None if the buffer expects nobody."""
-        expected = self.spec.contributors
-        return None if expected is None else [name for name in expected if name not in self.contributors_in]
+        """The contributors that the running epoch lacks; None if nobody knows them.
+
+        They are the spec's contributors. Without those they are the contributors of the last closed epoch, as long as
+        everybody who is in now was in that epoch, too.
+        """
+        inside, last = self.contributors_in, self._last_contributors
+        are_known = last and inside.keys() <= last.keys() and sum(inside.values()) == self.count
+        expected = self.spec.contributors or (last if are_known else None)
+        return None if expected is None else [name for name in expected if name not in inside]
+
+    @property
+    def _last_contributors(self) -> Mapping[str, int]:
+        return self.closed[-1].contributors if self.closed else {}
+
+    def last_in(self, name: str) -> float:
+        """Return when the last epoch that had this contributor closed; without one, when the buffer was created."""
+        if name in self._last_contributors and self.closed_at is not None:
+            return self.closed_at
+        return self.absent.get(name, self.created)
 
     def progress(self) -> dict[str, Any]:
         """Return what an error says of an epoch that is not complete."""
@@ -163,6 +183,7 @@ class Record:
         )
 
     def as_json(self) -> dict[str, Any]:
+        missing = self.missing
         return {
             "name": self.name,
             **self.spec.as_json(),
@@ -177,7 +198,8 @@ class Record:
             "expires_at": self.expires,
             "deadline_at": self.deadline_at,
             "contributors_in": dict(self.contributors_in),
-            "missing": self.missing,
+            "missing": missing,
+            "missing_since": None if missing is None else {name: self.last_in(name) for name in missing},
         }
 
     def receipt(self, *, updated: bool, of: Closed | None = None) -> Receipt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from tests.api.calls import add, create, etag, fresh, get, metadata, naming, ok, post, value
+from tests.api.calls import PATIENCE, add, create, etag, fresh, get, metadata, naming, ok, post, value
 from tests.api.headers import KEY, REPLAYED, SAFE
-from tests.serving import assert_problem
+from tests.serving import assert_problem, serving
 
 SOON = 0.15
 """Seconds of a deadline that a test waits for."""
@@ -150,6 +151,68 @@ def test_an_open_epoch_names_the_missing(http: httpx.Client) -> None:
     assert assert_problem(many, 409, "epoch_open", name)["missing"] == ["rank3", "rank7"]
     known = metadata(http, name)
     assert (known["missing"], len(known["contributors_in"])) == (["rank3", "rank7"], 6)
+
+
+RANKS = ("rank0", "rank1", "rank2")
+
+
+def test_without_a_list_a_worker_that_stopped_is_missing(http: httpx.Client) -> None:
+    name = create(http, quorum=3)
+    assert (metadata(http, name)["missing"], metadata(http, name)["missing_since"]) == (None, None)
+    for rank in RANKS:
+        add(http, name, [1, 2], contributor=rank)
+        assert metadata(http, name)["missing"] == ([*RANKS] if rank == "rank2" else None)
+    closed_at = metadata(http, name)["updated_at"]
+    for rank in RANKS[:2]:
+        add(http, name, [1, 2], contributor=rank)
+    known = metadata(http, name)
+    assert (known["missing"], known["missing_since"]) == (["rank2"], {"rank2": closed_at})
+    assert time.time() - PATIENCE < closed_at < known["updated_at"]
+    problem = assert_problem(get(http, name, epoch=1), 409, "epoch_open", "count is 2 of 3; rank2 is missing")
+    assert problem["missing"] == ["rank2"]
+    (listed,) = ok(http.get("/v1/buffers", params={"prefix": name}))["buffers"]
+    assert listed == known
+
+
+def test_who_is_missing_is_not_known_if_others_come_in_each_epoch(http: httpx.Client) -> None:
+    name = create(http, quorum=2)
+    for number in range(3):
+        add(http, name, [1, 2], contributor=f"client{2 * number}")
+        assert (metadata(http, name)["missing"], metadata(http, name)["missing_since"]) == (None, None)
+        problem = assert_problem(get(http, name, epoch=number), 409, "epoch_open")
+        assert "missing" not in problem
+        assert problem["detail"].endswith("whose count is 1 of 2")
+        add(http, name, [1, 2], contributor=f"client{2 * number + 1}")
+
+
+def test_a_worker_is_missing_since_the_last_epoch_that_it_was_in(tmp_path: Path) -> None:
+    """It stays away for several epochs, which their deadline closes, and through a restart of the server."""
+    rules = {"deadline_seconds": SOON, "contributors": [*RANKS, "never"], "quorum": 4}
+    with serving(store=f"lmdb:{tmp_path}") as url, httpx.Client(base_url=url, timeout=30) as http:
+        for name in ("declared", "other"):
+            create(http, name, **(rules if name == "declared" else {"quorum": 3}))
+            for rank in RANKS:
+                add(http, name, [1, 2], contributor=rank)
+        receipt(http, "declared", 0, timeout=30)
+        left = metadata(http, "declared")["updated_at"]
+        for epoch in (1, 2, 3):
+            for rank in RANKS[:2]:
+                add(http, "declared", [1, 2], contributor=rank)
+            closed = receipt(http, "declared", epoch, timeout=30)
+            assert (closed["closed_by"], closed["contributors"].keys()) == ("deadline", {*RANKS[:2]})
+        before = [metadata(http, name) for name in ("declared", "other")]
+        assert before[0]["missing_since"] == {
+            **dict.fromkeys(RANKS[:2], before[0]["updated_at"]),
+            "rank2": left,
+            "never": before[0]["created_at"],
+        }
+        assert before[1]["missing_since"] == dict.fromkeys(RANKS, before[1]["updated_at"])
+    with serving(store=f"lmdb:{tmp_path}") as url, httpx.Client(base_url=url, timeout=30) as http:
+        assert [metadata(http, name) for name in ("declared", "other")] == before
+        add(http, "declared", [1, 2], contributor="rank2")
+        receipt(http, "declared", 4, timeout=30)
+        known = metadata(http, "declared")
+        assert known["missing_since"] == {**before[0]["missing_since"], "rank2": known["updated_at"]}
 
 
 # ----- contributors -----

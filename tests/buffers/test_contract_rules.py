@@ -65,6 +65,68 @@ def test_an_open_epoch_without_missing_contributors_says_so(store: Store) -> Non
     assert caught.value.context["missing"] == []
 
 
+def missing(store: Store) -> Any:
+    """Return who is missing in `a`, each with the time since when."""
+    known = store.record("a").as_json()
+    assert (None if known["missing"] is None else [*known["missing_since"]]) == known["missing"]
+    return known["missing_since"]
+
+
+def test_those_of_the_last_epoch_are_missing_as_long_as_nobody_else_is_in(store: Store, clock: Clock) -> None:
+    create(store, "a", quorum=3)
+    add(store, "a", [1, 2], contributor="x")
+    assert missing(store) is None
+    for name in "yz":
+        add(store, "a", [1, 2], contributor=name)
+    closed_at = clock.now
+    assert missing(store) == dict.fromkeys("xyz", closed_at)
+    clock.advance(5)
+    add(store, "a", [1, 2], contributor="y")
+    assert missing(store) == dict.fromkeys("xz", closed_at)
+    error = fails_alone(store, errors.TooFewGradients, Take(name="a", min_count=2))
+    assert error.detail.endswith("min_count is 2; x and z are missing")
+    assert error.context["missing"] == ["x", "z"]
+    do(store, Zero(name="a"))
+    assert missing(store) == dict.fromkeys("xyz", closed_at)
+    add(store, "a", [1, 2])
+    assert missing(store) is None, "nobody knows who has added"
+    do(store, Zero(name="a"))
+    add(store, "a", [1, 2], contributor="x")
+    add(store, "a", [1, 2], contributor="guest")
+    assert missing(store) is None
+    do(store, Take(name="a"))
+    assert missing(store) == dict.fromkeys(["x", "guest"], clock.now)
+    do(store, Take(name="a"))
+    assert missing(store) is None, "the last epoch had no contributors"
+
+
+def test_a_contributor_is_missing_since_the_end_of_its_last_epoch(store: Store, clock: Clock) -> None:
+    create(store, "a", contributors=("x", "y"), ttl_seconds=1000.0)
+    created = clock.now
+    assert missing(store) == {"x": created, "y": created}
+    ends = []
+    for who in ("y", "x", "x"):
+        clock.advance(5)
+        add(store, "a", [1, 2], contributor=who)
+        clock.advance(5)
+        do(store, Take(name="a"))
+        ends.append(clock.now)
+    assert missing(store) == {"x": ends[2], "y": ends[0]}
+    do(store, SetRules(name="a", rules={"contributors": ("z", "y")}))
+    assert missing(store) == {"z": created, "y": ends[0]}
+    do(store, SetRules(name="a", rules={"contributors": None}))
+    assert missing(store) == {"x": ends[2]}
+
+
+def test_the_deadline_says_since_when(store: Store, clock: Clock) -> None:
+    create(store, "a", contributors=("x", "y"), deadline_seconds=3.0)
+    add(store, "a", [1, 2], contributor="x")
+    due = clock.now + 3
+    clock.advance(10)
+    settle(store, "a")
+    assert missing(store) == {"x": due, "y": due - 3}
+
+
 def test_too_few_gradients_names_the_missing(store: Store) -> None:
     create(store, "a", contributors=("x", "y"))
     add(store, "a", [1, 2], contributor="x")

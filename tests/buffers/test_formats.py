@@ -16,7 +16,7 @@ from service.buffers.lmdb import LmdbStore
 from service.buffers.packed import FORMAT, READABLE
 from service.errors import EpochGone, StoreFailed
 from tests.buffers.calls import add, value
-from tests.buffers.formats.make import CALLS, GRAPHS, HERE, LAST, MODEL, send
+from tests.buffers.formats.make import HERE, LAST, MODEL, calls_of, send
 from tests.buffers.postgres import Schema
 from tests.buffers.stores import MAX_BYTES, entries_of, wrong
 from tests.commands import called
@@ -172,7 +172,7 @@ def check_content(url: str, number: int) -> None:
         def data(path: str) -> object:
             return client.get(f"/v1/buffers/{path}").raise_for_status().json()["value"]["data"]
 
-        for call in (*CALLS, *(GRAPHS if number > 6 else [])):
+        for call in calls_of(number):
             if call.key is not None:
                 answer = send(client, call)
                 assert answer.status_code == (201 if call.method == "PUT" else 200), (call, answer.text)
@@ -185,6 +185,7 @@ def check_content(url: str, number: int) -> None:
         assert table == [[7, 9], *[[1, 1]] * 39_998, [4, 5]]
         late = client.get("/v1/buffers/late").json()
         assert (late["contributors_in"], late["missing"]) == ({"x": 1}, ["y"])
+        assert late["missing_since"] == {"y": late["created_at"]}
         assert round(late["deadline_at"] - late["updated_at"]) == 10**9
         pushes = client.get("/v1/pushes").json()["pushes"]
         assert [(each["push"], each["staged"]) for each in pushes] == [("p", [1])]
@@ -192,6 +193,11 @@ def check_content(url: str, number: int) -> None:
         assert data("bias/value") == [3.5, 0.5]
         assert data("table/value") == [[8, 10], *[[2, 2]] * 39_998, [5, 6]]
         assert data("weight/value?epoch=1") == [2, 3, 4]
+        weight = client.get("/v1/buffers/weight").json()
+        assert weight["missing_since"] == {"x": weight["updated_at"]}
+        if number > 7:
+            absent = client.get("/v1/buffers/absent").json()
+            assert absent["missing_since"]["y"] == absent["updated_at"] > absent["missing_since"]["x"]
         graphs = [each["name"] for each in client.get("/v1/graphs").json()["graphs"]]
         assert graphs == ([] if number == 6 else ["g"])
         if graphs:
@@ -206,7 +212,7 @@ def test_a_new_store_is_made_like_that_of_this_format(tmp_path: Path, postgres_u
     new, other = tmp_path / "new", Schema(postgres_url)
     for options in ({"store": f"lmdb:{new}"}, {"store": postgres_url, "postgres_schema": other.name}):
         with serving(**options) as url, httpx.Client(base_url=url) as client:
-            for call in (*CALLS, *GRAPHS):
+            for call in calls_of(FORMAT):
                 assert send(client, call).is_success
     assert entries_of(new).keys() == entries_of(path).keys()
     assert packed_in(new) == packed_in(path)

@@ -20,9 +20,9 @@ NAME = BufferName("", "a")
 
 PLAIN = (
     b'[{"shape":[2],"dtype":"float32","nonfinite":"allow","quorum":2,"keep":2,"ttl_seconds":null},'
-    b"7,1.5,2.5,2,5,1,1.0,9,[[0,2,2,2.0,3],[1,4,1,1.0,null]]]"
+    b"7,1.5,2.5,2,5,1,1.0,9,[[0,2,2,2.0,3],[1,4,1,1.0,null]],2.25]"
 )
-"""A record without deadline and contributors: its quorum has closed an epoch, and a take another."""
+"""A record without deadline and contributors: its quorum has closed an epoch, and a take another, at 2.25."""
 
 
 def test_a_plain_record_takes_few_bytes() -> None:
@@ -31,20 +31,42 @@ def test_a_plain_record_takes_few_bytes() -> None:
     assert (record.epoch, record.version, record.count, record.value) == (2, 5, 1, 9)
     assert record.closed == (Closed(0, 2, 2, 2.0, 3, "quorum"), Closed(1, 4, 1, 1.0, None, "take"))
     assert (record.began, record.contributors_in, record.deadline_at, record.missing) == (None, {}, None, None)
+    assert (record.closed_at, record.absent) == (2.25, {})
     assert pack_record(record) == PLAIN
+    new = Record(NAME, record.spec, 7, 1.5, 2.5)
+    assert pack_record(new) == PLAIN[: PLAIN.index(b",2,5")] + b",0,0,0,0.0,null,[]]"
+
+
+def test_a_record_of_a_format_before_8_closed_its_epoch_with_its_last_change() -> None:
+    before = PLAIN.replace(b",2.25]", b"]")
+    record = unpack_record(NAME, before)
+    assert (record.closed_at, record.absent) == (2.5, {})
+    changed = record.changed(updated=9.5)
+    assert unpack_record(NAME, pack_record(changed)).closed_at == 2.5
+    with_names = unpack_record(NAME, before[:-1] + b',null,{"x":1}]')
+    assert (with_names.contributors_in, with_names.closed_at) == ({"x": 1}, 2.5)
 
 
 @pytest.mark.parametrize("began", [None, 3.25])
 @pytest.mark.parametrize("held", [{}, {"x": 2, "ü b": 1}])
 @pytest.mark.parametrize("rules", [{}, {"deadline_seconds": 2.5, "min_count": 3, "contributors": ("x", "y")}])
-def test_a_record_comes_back(began: float | None, held: dict[str, int], rules: dict[str, Any]) -> None:
+@pytest.mark.parametrize("absent", [{}, {"y": 1.5}])
+def test_a_record_comes_back(
+    began: float | None, held: dict[str, int], rules: dict[str, Any], absent: dict[str, float]
+) -> None:
     closed = (Closed(0, 2, 2, 2.0, 3, "deadline", held), Closed(1, 4, 1, 1.0, 4, "quorum", {}), Closed(2, 5, 1, 1.0, 5))
     full = spec((2, 3), quorum=5, keep=3, quorum_weight=4.0, per_contributor=2, **rules)
-    record = Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, began, held)
+    record = Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, began, held, 2.25, absent)
     assert unpack_record(NAME, pack_record(record)) == record
 
 
-@pytest.mark.parametrize("packed", [b"", b"[]", b"[{}]", b"3", b"null", PLAIN[:-1], PLAIN[:-1] + b",1,2,3]"])
+@pytest.mark.parametrize(
+    "packed",
+    [
+        *(b"", b"[]", b"[{}]", b"3", b"null", PLAIN[:-1], PLAIN[:-1] + b",1,2,3]"),
+        *(PLAIN[:-6] + rest for rest in (b",null,{},2.25,{},1]", b",null,{},[]]", b",{}]", b",null,1]")),
+    ],
+)
 def test_what_nothing_has_packed_is_refused(packed: bytes) -> None:
     with pytest.raises(BufferCorrupt, match="'a' is damaged"):
         unpack_record(NAME, packed)
@@ -56,9 +78,9 @@ def test_a_number_of_another_type_is_damage(word: bytes) -> None:
     rules: dict[str, Any] = {"quorum_weight": 4.5, "per_contributor": 2, "deadline_seconds": 2.5, "min_count": 3}
     closed = (Closed(0, 2, 2, 2.0, 3, "deadline"), Closed(1, 4, 1, 1.0, None))
     full = spec((2, 3), quorum=5, keep=3, ttl_seconds=9.5, max_norm=1.5, **rules)
-    packed = pack_record(Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, 3.25))
+    packed = pack_record(Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, 3.25, {}, 2.25, {"x": 1.5}))
     numbers = [*re.finditer(rb"(?<=[\[,:])[\d.]+(?=[,\]}])", packed)]
-    assert len(numbers) == 10 + 9 + 9
+    assert len(numbers) == 10 + 9 + 11
     for number in numbers:
         with pytest.raises(BufferCorrupt, match="'a' is damaged"):
             unpack_record(NAME, packed[: number.start()] + word + packed[number.end() :])
@@ -73,13 +95,14 @@ def test_a_number_of_another_type_is_damage(word: bytes) -> None:
         (rb'\["x","y"\]', [b"1", b'"x"', b"[[]]", b"[{}]", b"[null]", b"[]"]),
         (rb'"deadline"(?=,\{)', [b"null", b"[]", b'"x"', b"1"]),
         (rb'(?<="deadline",)\{"x":1\}', [b"null", b"[]", b'"x"', b"1", b'{"x":[]}', b'{"x":"1"}']),
+        (rb'\{"y":1.5\}', [b"null", b"[]", b"1", b'{"y":[]}', b'{"y":"1"}', b'{"y":1}', b'{"y":null}']),
         (rb'\{"x":2\}', [b"null", b"[]", b"[[]]", b'"x"', b"1", b'{"x":[]}', b'{"x":1.5}']),
     ],
 )
 def test_a_member_that_no_version_has_packed_is_damage(member: bytes, wrong: Sequence[bytes]) -> None:
     closed = (Closed(0, 2, 2, 2.0, 3, "deadline", {"x": 1}),)
     full = spec((2, 3), quorum=2, contributors=("x", "y"))
-    packed = pack_record(Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, 3.25, {"x": 2}))
+    packed = pack_record(Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, 3.25, {"x": 2}, 2.25, {"y": 1.5}))
     assert len(re.findall(member, packed)) >= 1
     for each in wrong:
         with pytest.raises(BufferCorrupt, match="'a' is damaged"):

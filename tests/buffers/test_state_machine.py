@@ -56,6 +56,10 @@ class Buffer:
     weight: float = 0.0
     began: float | None = None
     names: dict[str, int] = field(default_factory=dict)
+    last_names: dict[str, int] = field(default_factory=dict)
+    """Who was in the last closed epoch."""
+    seen: dict[str, float] = field(default_factory=dict)
+    """When the last epoch of each of those, and of those expected then, closed; without one, the creation."""
     epochs: dict[int, tuple[dict[str, Any], Array]] = field(default_factory=dict)
 
     def receipt(self, name: str, *, updated: bool = True, closed: bool = False) -> dict[str, Any]:
@@ -90,7 +94,7 @@ class Buffer:
         return "deadline" if self.due is not None and self.due <= now else None
 
     def metadata(self, name: str) -> dict[str, Any]:
-        expected = self.spec.contributors
+        expected, missing = self.spec.contributors, self.missing()
         named = {"name": name, "shape": list(self.spec.shape), "dtype": NAMES[self.spec.dtype]}
         rules = {rule: getattr(self.spec, rule) for rule in ("nonfinite", "keep", *RULES)}
         numbers = {"epoch": self.epoch, "version": self.version, "count": self.count, "weight": self.weight}
@@ -105,8 +109,8 @@ class Buffer:
             "closed_epochs": list(self.epochs),
             "deadline_at": self.ends,
             "contributors_in": self.names,
-            "missing": None,
-            **self.missing(),
+            "missing": missing,
+            "missing_since": None if missing is None else {one: self.seen.get(one, self.created) for one in missing},
         }
 
     def add(self, gradient: Array, weight: float, overwrite: bool, contributor: str | None, now: float) -> bool:
@@ -139,14 +143,19 @@ class Buffer:
         self.epoch, self.count, self.weight, self.value = self.epoch + 1, 0, 0.0, np.zeros_like(self.value)
         self.began, self.names = None, {}
 
-    def missing(self) -> dict[str, Any]:
-        """Return what an error says about who is missing."""
+    def missing(self) -> list[str] | None:
+        """Return who is missing, None if nobody knows."""
         expected = self.spec.contributors
-        return {} if expected is None else {"missing": [one for one in expected if one not in self.names]}
+        all_named = sum(self.names.values()) == self.count
+        if expected is None and self.last_names and all_named and all(one in self.last_names for one in self.names):
+            expected = (*self.last_names,)
+        return None if expected is None else [one for one in expected if one not in self.names]
 
     def close(self, name: str, by: str) -> dict[str, Any]:
         receipt = {**self.receipt(name, closed=True), "closed_by": by, "contributors": self.names}
         self.epochs[self.epoch] = (receipt, self.value)
+        left = {one: self.seen.get(one, self.created) for one in self.spec.contributors or ()}
+        self.last_names, self.seen = self.names, left | dict.fromkeys(self.names, self.updated)
         for old in sorted(self.epochs)[: -self.spec.keep]:
             del self.epochs[old]
         self.begin()
@@ -766,7 +775,9 @@ class Machine(RuleBasedStateMachine):
                 at = {"buffer": name, "epoch": buffer.epoch, "count": buffer.count}
                 if buffer.spec.quorum is not None:
                     at["quorum"] = buffer.spec.quorum
-                assert caught.value.context == {**at, **buffer.missing()}
+                if buffer.missing() is not None:
+                    at["missing"] = buffer.missing()
+                assert caught.value.context == at
             return
         (snapshot,) = self.store.read([name], epoch)
         receipt, array = buffer.epochs[epoch]

@@ -79,7 +79,13 @@ class Metadata(_Rules):
     expires_at: float | None
     deadline_at: float | None = Field(description="When the deadline of this epoch ends; null before its first add.")
     contributors_in: dict[str, int] = Field(description="Gradients of each contributor in this epoch.")
-    missing: list[str] | None = Field(description="Expected contributors that are not in; null if none are expected.")
+    missing: list[str] | None = Field(
+        description="Contributors that are not in: those that the buffer expects or, without, those of the last closed"
+        " epoch, as long as all that are in were in it. Else null."
+    )
+    missing_since: dict[str, float] | None = Field(
+        description="When the last epoch that had each of them closed; without one, when the buffer was created."
+    )
 
 
 class CreatedBuffer(Metadata):

@@ -109,7 +109,9 @@ class Problem(BaseModel):
     min_count: int = Field(default_factory=absent)
     norm: float | None = Field(default_factory=absent, description="The gradient's 2-norm; null if it is not finite.")
     max_norm: float = Field(default_factory=absent)
-    missing: list[str] = Field(default_factory=absent, description="Expected contributors that are not in that epoch.")
+    missing: list[str] = Field(
+        default_factory=absent, description="Contributors that are not in that epoch, if they are known."
+    )
     receipt: dict[str, Any] = Field(default_factory=absent, description="The receipt of an epoch without a mean.")
     scope: str = Field(default_factory=absent, description="The scope that the API key lacks.")
     receipts: dict[str, Any] = Field(

@@ -75,6 +75,24 @@ GRAPHS = [
 ]
 """What stores of format 7 and later have besides: a graph, and a step whose small output stays with its key."""
 
+ABSENT = [
+    Call("PUT", "/absent", {"shape": [1], "contributors": ["x", "y"]}),
+    Call("POST", "/absent/accumulate?contributor=x", {"gradient": 1}),
+    Call("POST", "/absent/take"),
+    Call("POST", "/absent/accumulate?contributor=y", {"gradient": 1}),
+    Call("POST", "/absent/take"),
+]
+"""What stores of format 8 and later have besides: a contributor that was not in the last epoch."""
+
+EXTRAS = {7: GRAPHS, 8: ABSENT}
+"""What stores of a format and of all later ones have besides."""
+
+
+def calls_of(format: int) -> list[Call]:
+    """Return the calls that have made a store of this format."""
+    return CALLS + [call for first, calls in EXTRAS.items() if format >= first for call in calls]
+
+
 LAST = _pushed(2, {"weight": [1, 1, 1]})
 """The part that completes the push."""
 
@@ -113,7 +131,7 @@ def _environment(checkout: Path) -> dict[str, str]:
 
 def _fill(checkout: Path, store: str) -> None:
     with _serving(checkout, store) as client:
-        for call in (*CALLS, *GRAPHS):
+        for call in calls_of(max(EXTRAS)):
             sys.stdout.write(f"{send(client, call).status_code} {call.method} {call.path}\n")
         time.sleep(3)  # until the large part of the push is folded, and other work after a commit is done
 
