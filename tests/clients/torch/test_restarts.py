@@ -96,7 +96,7 @@ def test_a_worker_that_is_killed_and_started_again_goes_on(durable: Server, work
     assert len({weights(one) for one in printed}) == 1
     torch.testing.assert_close(torch.tensor(ast.literal_eval(weights(printed[0]))), by_one_process())
     with Client(durable.url) as server:
-        info = server.buffers["first.weight"].info()
+        info = server.buffers["line.weight"].info()
     assert (info.epoch, info.count) == (EPOCHS, 0)
 
 
