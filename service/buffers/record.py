@@ -196,6 +196,7 @@ class Record:
             "created_at": self.created,
             "updated_at": self.updated,
             "expires_at": self.expires,
+            "closed_at": self.closed_at,
             "deadline_at": self.deadline_at,
             "contributors_in": dict(self.contributors_in),
             "missing": missing,

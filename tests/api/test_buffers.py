@@ -49,7 +49,7 @@ def test_put_creates_a_buffer_of_zeros(http: httpx.Client) -> None:
     unset = {"max_norm": None, "ttl_seconds": None, "deadline_seconds": None, "missing": None, "missing_since": None}
     begun = {"epoch": 0, "version": 0, "count": 0, "weight": 0.0, "closed_epochs": [], "contributors_in": {}}
     assert {key: made[key] for key in made if not key.endswith("_at")} == spec | rules | unset | begun
-    assert made["expires_at"] is made["deadline_at"] is None
+    assert made["expires_at"] is made["deadline_at"] is made["closed_at"] is None
     assert abs(made["created_at"] - time.time()) < 3600
     assert http.get(answer.url.join(answer.headers["location"])).json() == made
     assert value(http, name) == [[0, 0, 0], [0, 0, 0]]

@@ -40,7 +40,7 @@ def test_a_new_buffer_is_zero(store: Store, clock: Clock) -> None:
     outcome = do(store, Create(name="a", spec=spec((2, 3), "float16", **rules)))
     form = {"name": "a", "shape": [2, 3], "dtype": "float16", "bytes": 12}
     unset = dict.fromkeys(
-        ["deadline_seconds", "quorum_weight", "contributors", "deadline_at", "missing", "missing_since"]
+        ["deadline_seconds", "quorum_weight", "contributors", "closed_at", "deadline_at", "missing", "missing_since"]
     )
     counts = {"epoch": 0, "version": 0, "count": 0, "weight": 0.0, "min_count": 1, "per_contributor": 1}
     times = {"created_at": clock.now, "updated_at": clock.now, "expires_at": clock.now + 60}

@@ -60,6 +60,7 @@ class Buffer:
     """Who was in the last closed epoch."""
     seen: dict[str, float] = field(default_factory=dict)
     """When the last epoch of each of those, and of those expected then, closed; without one, the creation."""
+    closed_at: float | None = None
     epochs: dict[int, tuple[dict[str, Any], Array]] = field(default_factory=dict)
 
     def receipt(self, name: str, *, updated: bool = True, closed: bool = False) -> dict[str, Any]:
@@ -107,6 +108,7 @@ class Buffer:
             **times,
             "bytes": self.value.nbytes,
             "closed_epochs": list(self.epochs),
+            "closed_at": self.closed_at,
             "deadline_at": self.ends,
             "contributors_in": self.names,
             "missing": missing,
@@ -155,6 +157,7 @@ class Buffer:
         receipt = {**self.receipt(name, closed=True), "closed_by": by, "contributors": self.names}
         self.epochs[self.epoch] = (receipt, self.value)
         left = {one: self.seen.get(one, self.created) for one in self.spec.contributors or ()}
+        self.closed_at = self.updated
         self.last_names, self.seen = self.names, left | dict.fromkeys(self.names, self.updated)
         for old in sorted(self.epochs)[: -self.spec.keep]:
             del self.epochs[old]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,16 +44,17 @@ def epoch(http: httpx.Client, run: str, value: float | str = 1.0) -> None:
 
 
 def age(page: Page, run: str, seconds: float) -> None:
-    """Let the page read of a run what it would read after these seconds without a change."""
+    """Let the page read of a run what it would read these seconds after its last change, however late it asks."""
 
     def answer(route: Route) -> None:
         fetched = route.fetch()
         found = fetched.json()
         for info in found["buffers"]:
             if info["name"].startswith(run):
+                earlier = info["updated_at"] - (time.time() - seconds)
                 for name in ("updated_at", "closed_at"):
-                    info[name] = info.get(name) and info[name] - seconds
-                info["missing_since"] = {each: at - seconds for each, at in (info.get("missing_since") or {}).items()}
+                    info[name] = info[name] and info[name] - earlier
+                info["missing_since"] = {each: at - earlier for each, at in (info["missing_since"] or {}).items()}
         route.fulfill(response=fetched, json=found)
 
     page.route("**/v1/buffers?limit*", answer)
@@ -78,11 +81,48 @@ def test_the_page_begins_with_a_line_for_each_run(open_page: Open, server: str, 
     expect(line.locator(".loss")).to_have_text("1")
     expect(line.locator(".norm")).to_have_text(f"{6**0.5:.4g}")  # of the mean gradient of all three
     expect(line.locator(".state")).to_have_text("running")
-    expect(line.locator(".people .in")).to_have_text("rank0 is in")
+    expect(line.locator(".people li")).to_have_text(["rank0 is in", "rank1 is expected", "rank2 is expected"])
     assert names(page) == ["exp1", "team.a", "team.b"]
     expect(page.locator(".summary")).to_contain_text("3 active runs6 buffers")
     line.get_by_role("link", name="exp1").press("Enter")
     expect(page.get_by_role("heading", level=1)).to_have_text("exp1")
+
+
+def test_a_worker_that_is_not_in_is_named_with_its_time(open_page: Open, server: str, http: httpx.Client) -> None:
+    """The buffers name nobody: who is missing follows from the last closed epoch."""
+    for run in ("calm", "dead", "zeal"):
+        make(http, run)
+        epoch(http, run)
+    push(http, "dead", "rank0")
+    push(http, "dead", "rank1")
+    page = open_page("about:blank")
+    age(page, "dead", 10)
+    page.goto(server)
+    line = row(page, "dead")
+    expect(line.locator(".state")).to_have_text(re.compile(r"waiting for rank2 for 1\d s"))
+    expect(line.locator(".out")).to_have_text(re.compile(r"rank2 1\d s is not in yet, since that time"))
+    assert names(page) == ["calm", "dead", "zeal"]
+    age(page, "dead", 40)
+    expect(line.locator(".state.late")).to_have_text(re.compile(r"waiting for rank2 for 4\d s"))
+    expect(line.locator(".out.slow")).to_have_text(re.compile(r"rank2 4\d s is missing, since that time"))
+    assert names(page) == ["dead", "calm", "zeal"]
+    expect(page.locator("#news")).to_contain_text("dead: waiting for rank2 for 4")
+    line.get_by_role("link", name="waiting for rank2").click()
+    expect(page.get_by_role("button", name="Only waiting")).to_be_visible()
+    expect(page.locator(".c-missing.late").first).to_have_text(re.compile(r"rank2 for 4\d s"))
+
+
+def test_a_worker_that_epochs_close_without_is_named(open_page: Open, server: str, http: httpx.Client) -> None:
+    make(http, "exp1", contributors=["rank0", "rank1", "rank2"], deadline_seconds=900)
+    epoch(http, "exp1")
+    names = [f"exp1.{name}" for name in [*NAMES, "loss"]]
+    for _ in range(2):
+        push(http, "exp1", "rank0")
+        http.post("/v1/buffers/take", json={"names": names}).raise_for_status()
+    page = open_page(server)
+    line = row(page, "exp1")
+    expect(line.locator(".state.late")).to_contain_text("without rank1 and rank2 for")
+    expect(line.locator(".people .slow")).to_have_count(2)
 
 
 def test_values_that_are_not_finite_are_red_and_a_link_filters(
