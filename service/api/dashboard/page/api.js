@@ -7,9 +7,7 @@ export class Problem extends Error {
   constructor(status, body) {
     super(body.detail ?? (typeof body.error === "string" ? body.error : body.title) ?? `The server answered ${status}`);
     this.status = status;
-    this.code = body.code ?? "";
     this.title = body.title ?? `Status ${status}`;
-    this.scope = body.scope ?? null;
     this.tensor = body.tensor ?? null;
     this.parameter = body.parameter ?? null;
   }
@@ -89,43 +87,33 @@ export async function request(path, { method = "GET", headers = {}, json, body, 
   if (key !== null) head.set("Authorization", `Bearer ${key}`);
   if (json !== undefined) head.set("Content-Type", "application/json");
   const sent = Date.now();
-  let answer;
-  try {
-    const content = json === undefined ? body : JSON.stringify(json);
-    answer = await fetch(path, {
-      method,
-      headers: head,
-      body: content,
-      signal,
-      cache: "no-store",
-      credentials: "omit",
-    });
-  } catch (error) {
-    if (signal?.aborted) throw error;
-    tell("unreachable");
-    throw new Unreachable();
-  }
+  const content = json === undefined ? body : JSON.stringify(json);
+  const options = { method, headers: head, body: content, signal, cache: "no-store", credentials: "omit" };
+  const answer = await arrived(fetch(path, options), signal);
   learn(answer.headers.get("Date"), sent, Date.now());
   if (answer.ok || answer.status === 304) {
     tell("answered");
     return answer;
   }
-  const problem = new Problem(answer.status, await content(answer));
+  const problem = new Problem(answer.status, (await answer.json().catch(() => null)) ?? {});
   tell(problem.status === 401 ? "unauthorized" : [502, 504].includes(problem.status) ? "unreachable" : "answered");
   throw problem;
 }
 
-async function content(answer) {
+/** Return what a promise of the network brings. One that breaks off is a server that is gone. */
+async function arrived(promise, signal) {
   try {
-    return (await answer.json()) ?? {};
-  } catch {
-    return {};
+    return await promise;
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    tell("unreachable");
+    throw new Unreachable();
   }
 }
 
 /** Return the JSON of a GET. */
 export async function get(path, options = {}) {
-  return read(await request(path, options));
+  return arrived((await request(path, options)).json(), options.signal);
 }
 
 /** Return all entries of a list, "buffers" or "graphs", which the server answers in pages. */
@@ -142,16 +130,5 @@ export async function all(list, options = {}) {
 
 /** Return the JSON of a POST of `json`. */
 export async function post(path, json, options = {}) {
-  return read(await request(path, { ...options, method: "POST", json }));
-}
-
-/** An answer that breaks off in its body is a server that is gone. */
-async function read(answer) {
-  try {
-    return await answer.json();
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    tell("unreachable");
-    throw new Unreachable();
-  }
+  return arrived((await request(path, { ...options, method: "POST", json })).json(), options.signal);
 }

@@ -84,7 +84,11 @@ function pythonOfDtype(dtype) {
 
 // ----- what a reader typed into a form, as text of JSON, of Python and of a shell -----
 
-const NUMBERS = { NaN: "nan", Infinity: "inf", "-Infinity": "-inf" };
+/** What Python writes otherwise than JSON: some words, and the numbers that JSON has as texts. */
+const WORDS = {
+  true: "True", false: "False", null: "None",
+  '"NaN"': "nan", '"Infinity"': "inf", '"-Infinity"': "-inf",
+};
 
 /** The JSON text of nested lists, a line for each row of a matrix; of a group, a line for each of its tensors. */
 export function listText(value, group = false) {
@@ -101,12 +105,8 @@ export function listText(value, group = false) {
 /** The JSON text as Python: True for true, nan for "NaN". Numbers are written as the reader wrote them. */
 function pythonOfJson(text) {
   const token = /"(?:[^"\\]|\\.)*"|true|false|null/g;
-  const words = { true: "True", false: "False", null: "None" };
-  return text.replace(token, (found) => words[found] ?? pythonOfString(JSON.parse(found)));
-}
-
-function pythonOfString(text) {
-  return Object.hasOwn(NUMBERS, text) ? NUMBERS[text] : JSON.stringify(text);
+  const plain = (found) => JSON.stringify(JSON.parse(found)); // "\u004eaN" is "NaN"
+  return text.replace(token, (found) => WORDS[plain(found)] ?? plain(found));
 }
 
 /** The text of an attribute as Python: a number, the list of a text with commas, or a string. */

@@ -19,13 +19,13 @@ const X = Array.from({ length: 201 }, (_, place) => (place - 100) / 20); // -5 t
 const TABLE_STEP = 5; // the table has each fifth point: 41 rows
 const HINT = "X from -5 to 5. Point at the curve to read it.";
 
-export function hasCurve(name) {
-  return Object.hasOwn(CURVES, name);
-}
-
-/** Return the picture of an operator: {element, draw}. `draw()` asks the server again, with the form's attributes. */
+/**
+ * Return the picture of an operator: {element, draw}, or null if it has none. `draw()` asks the server again, with the
+ * form's attributes.
+ */
 export function curvePanel(operator, { api, form, signal }) {
   const curve = CURVES[operator.name];
+  if (!curve) return null;
   const field = curve.attribute ? form.field(curve.attribute) : null;
   let dX = [];
   const chart = plot({

@@ -30,6 +30,11 @@ export function put(element, ...children) {
   return element;
 }
 
+/** Return a button that sends no form. */
+export function button(text, onclick, properties = {}) {
+  return h("button", { type: "button", onclick, ...properties }, text);
+}
+
 /** Set the text of an element, if it differs: an unchanged text keeps a selection in it. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -46,6 +51,13 @@ export function mark(element, name, value) {
 export function table(kind, heads, rows) {
   const cells = heads.map((each) => (each instanceof Node ? each : h("th", { scope: "col" }, each)));
   return h("table", { class: kind }, h("thead", {}, h("tr", {}, cells)), h("tbody", {}, rows));
+}
+
+/** Return a plain table. A column is [title, class of its cells]; a row is a list of texts or elements. */
+export function listing(columns, rows) {
+  const heads = columns.map(([title, kind]) => (title ? h("th", { scope: "col", class: kind }, title) : h("td")));
+  const cells = (row) => row.map((each, place) => h("td", { class: columns[place][1] }, each));
+  return table("plain", heads, rows.map((row) => h("tr", {}, cells(row))));
 }
 
 /** Return a named box that scrolls, also by keys. */

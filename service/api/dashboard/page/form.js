@@ -1,7 +1,7 @@
 // The form of an operator: a field for each input and attribute, with the server's words about it beside it.
 
 import { listText } from "./calls.js";
-import { h, mark, put, say } from "./dom.js";
+import { button, h, mark, say } from "./dom.js";
 
 /**
  * Return the form of an operator, filled with its example: {element, call, tell, refuse, field}. `call()` returns what
@@ -12,41 +12,29 @@ export function operatorForm(operator, { run, changed }) {
   const tensors = operator.inputs.map((each) => tensorField(each, operator.example.request[each.name]));
   const attributes = operator.attributes.map((each) => attributeField(each, operator.example.attributes[each.name]));
   const fields = [...tensors, ...attributes];
-  const element = h(
-    "form",
-    {
-      class: "fields",
-      novalidate: true,
-      onsubmit(event) {
-        event.preventDefault();
-        run();
-      },
-      onkeydown(event) {
-        if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
-        event.preventDefault();
-        run();
-      },
-      onchange(event) {
-        alike(tensors, event.target);
-        changed();
-      },
-      oninput(event) {
-        fields.find((each) => each.control === event.target)?.say("");
-        changed();
-      },
+  const go = (event) => {
+    event.preventDefault();
+    run();
+  };
+  const listeners = {
+    onsubmit: go,
+    onkeydown: (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && go(event),
+    onchange(event) {
+      alike(tensors, event.target);
+      changed();
     },
-    fields.map((each) => each.element),
-    h(
-      "div",
-      { class: "line" },
-      h("button", { class: "main", title: "Ctrl + Enter" }, "Run"),
-      h("button", { type: "button", onclick: () => fill() }, "Fill in the example"),
-    ),
-  );
-  function fill() {
+    oninput(event) {
+      fields.find((each) => each.control === event.target)?.say("");
+      changed();
+    },
+  };
+  const fill = button("Fill in the example", () => {
     fields.forEach((each) => each.fill());
     changed();
-  }
+  });
+  const buttons = h("div", { class: "line" }, h("button", { class: "main", title: "Ctrl + Enter" }, "Run"), fill);
+  const elements = fields.map((each) => each.element);
+  const element = h("form", { class: "fields", novalidate: true, ...listeners }, elements, buttons);
   fields.forEach((each) => each.fill());
   return {
     element,
@@ -58,8 +46,8 @@ export function operatorForm(operator, { run, changed }) {
     },
     call() {
       if (fields.some((each) => each.fault())) return null;
-      const given = [tensors, attributes].map((each) => each.map((field) => field.value()).filter(Boolean));
-      return { operator, tensors: given[0], attributes: given[1] };
+      const given = (group) => group.map((each) => each.value()).filter(Boolean);
+      return { operator, tensors: given(tensors), attributes: given(attributes) };
     },
   };
 }
@@ -72,6 +60,9 @@ function alike(tensors, target) {
     if (each.variable === chosen.variable && each.dtype) each.dtype.value = target.value;
   }
 }
+
+/** Attributes of a control whose text no browser completes or corrects. */
+const TYPED = { autocomplete: "off", spellcheck: "false" };
 
 let made = 0;
 
@@ -90,21 +81,15 @@ function field(name, notes, control, aside) {
       say(words, text);
       mark(control, "aria-invalid", text ? "true" : null);
     },
-    fault: () => "",
   };
 }
 
 function tensorField(tensor, example) {
   const { name, dtypes, default_dtype: usual, type_variable: variable, optional, group } = tensor;
   const text = example === undefined ? "" : listText(example, group);
-  const area = h("textarea", {
-    class: "mono",
-    rows: Math.min(8, text.split("\n").length),
-    spellcheck: "false",
-    autocapitalize: "off",
-    autocomplete: "off",
-    placeholder: optional ? "left out" : null,
-  });
+  const rows = Math.min(8, text.split("\n").length);
+  const placeholder = optional ? "left out" : null;
+  const area = h("textarea", { class: "mono", rows, placeholder, autocapitalize: "off", ...TYPED });
   const options = dtypes.map((each) => h("option", {}, each));
   const select = h("select", { "aria-label": `dtype of ${name}`, disabled: dtypes.length === 1 }, options);
   const dtype = group ? null : select; // each tensor of a group may say its own
@@ -151,7 +136,7 @@ function attributeField({ name, type, default: usual, required }, example) {
   const choices = type.includes(" | ") && !/^(int|float|list)\b/.test(type) ? choicesOf(type) : null;
   const control = choices
     ? h("select", {}, choices.map((each) => h("option", {}, each)))
-    : h("input", { type: "text", autocomplete: "off", spellcheck: "false", placeholder: required ? null : "left out" });
+    : h("input", { type: "text", placeholder: required ? null : "left out", ...TYPED });
   const kind = type.startsWith("list[") ? `${type}, with commas` : choices ? "" : type;
   const base = field(name, [required && "required", kind].filter(Boolean).join(", "), control);
   const [unsent, filled] = [usual, example ?? usual].map((each) => (each === null ? "" : String(each)));

@@ -1,16 +1,19 @@
 // A heat map: the value of a buffer, or its sum in blocks if it is large.
 
-import { h, put, say } from "./dom.js";
+import { h, mark, put, say } from "./dom.js";
 import { colour, onTheme } from "./plot.js";
 import { general } from "./words.js";
 
 /** The share of cells whose magnitude is within the colours' range: a few outliers would make the others pale. */
 const RANGE_SHARE = 0.98;
 
+/** The values in the legend, as shares of the range. */
+const LEGEND = Array.from({ length: 65 }, (_, column) => (column - 32) / 32);
+
 /** Return a heat map in `host`, whose `set` takes the server's `heat_map` and the buffer's shape. */
 export function heatMap(host, signal) {
   const canvas = h("canvas", { class: "heat", role: "img" });
-  const legend = h("canvas", { class: "legend", width: 65, height: 1, "aria-hidden": "true" });
+  const legend = h("canvas", { class: "legend", "aria-hidden": "true" });
   const ends = [h("span"), h("span", {}, "0"), h("span")];
   const note = h("p", { class: "muted" });
   put(host, canvas, h("div", { class: "legend-line" }, legend, h("div", { class: "scale" }, ends)), note);
@@ -19,28 +22,23 @@ export function heatMap(host, signal) {
   const draw = () => {
     if (map === null) return;
     const range = rangeOf(map.values);
+    const [low, high] = [general(-range, 2), general(range, 2)];
     const paint = painter(range);
-    [canvas.width, canvas.height] = [map.columns, map.rows];
+    fill(canvas, map.values, paint);
+    fill(legend, [LEGEND.map((share) => share * range)], paint);
     canvas.style.aspectRatio = `${map.columns} / ${map.rows}`;
-    fill(canvas, (row, column) => paint(map.values[row][column]));
-    fill(legend, (_, column) => paint((range * (column - 32)) / 32));
-    say(ends[0], general(-range, 2));
-    say(ends[2], general(range, 2));
-    canvas.setAttribute(
-      "aria-label",
-      `Heat map of ${map.rows} by ${map.columns} cells, from ${general(-range, 2)} to ${general(range, 2)}`,
-    );
+    say(ends[0], low);
+    say(ends[2], high);
+    mark(canvas, "aria-label", `Heat map of ${map.rows} by ${map.columns} cells, from ${low} to ${high}`);
     say(note, about(map, shape));
   };
   canvas.addEventListener("pointermove", (event) => {
     if (map === null) return;
-    const [row, column] = [
-      Math.floor((event.offsetY / canvas.clientHeight) * map.rows),
-      Math.floor((event.offsetX / canvas.clientWidth) * map.columns),
-    ];
+    const row = Math.floor((event.offsetY / canvas.clientHeight) * map.rows);
+    const column = Math.floor((event.offsetX / canvas.clientWidth) * map.columns);
     const value = map.values[row]?.[column];
-    if (value !== undefined)
-      say(note, `row ${row}, column ${column}: ${value === null ? "not finite" : general(value)}`);
+    if (value === undefined) return;
+    say(note, `row ${row}, column ${column}: ${value === null ? "not finite" : general(value)}`);
   });
   canvas.addEventListener("pointerleave", () => map && say(note, about(map, shape)));
   onTheme(signal, draw);
@@ -61,17 +59,19 @@ function about(map, shape) {
 }
 
 function rangeOf(values) {
-  const sizes = values
-    .flat()
-    .filter((value) => value !== null)
-    .map(Math.abs)
-    .sort((a, b) => a - b);
+  const known = values.flat().filter((value) => value !== null);
+  const sizes = known.map(Math.abs).sort((a, b) => a - b);
   return sizes[Math.floor((sizes.length - 1) * RANGE_SHARE)] || sizes.at(-1) || 1;
 }
 
-/** Return a function from a value to [red, green, blue]. */
+/** Return the [red, green, blue] of a colour of page.css. */
+function parts(name) {
+  return colour(name).match(/[\d.]+/g).slice(0, 3).map(Number);
+}
+
+/** Return a function from a value to such parts. */
 function painter(range) {
-  const [zero, up, down, bad] = ["raised", "positive", "negative", "bad"].map((name) => parts(colour(name)));
+  const [zero, up, down, bad] = ["raised", "positive", "negative", "bad"].map(parts);
   return (value) => {
     if (value === null) return bad;
     const share = Math.min(Math.abs(value) / range, 1);
@@ -80,19 +80,9 @@ function painter(range) {
   };
 }
 
-function parts(text) {
-  return text
-    .match(/[\d.]+/g)
-    .slice(0, 3)
-    .map(Number);
-}
-
-function fill(canvas, at) {
-  const context = canvas.getContext("2d");
-  const image = context.createImageData(canvas.width, canvas.height);
-  for (let place = 0; place < canvas.width * canvas.height; place += 1) {
-    const [red, green, blue] = at(Math.floor(place / canvas.width), place % canvas.width);
-    image.data.set([red, green, blue, 255], place * 4);
-  }
-  context.putImageData(image, 0, 0);
+/** Make the canvas as large as the rows of values, with a pixel for each. */
+function fill(canvas, rows, paint) {
+  [canvas.width, canvas.height] = [rows[0].length, rows.length];
+  const pixels = rows.flat().flatMap((value) => [...paint(value), 255]);
+  canvas.getContext("2d").putImageData(new ImageData(new Uint8ClampedArray(pixels), canvas.width), 0, 0);
 }

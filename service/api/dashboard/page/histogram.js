@@ -15,26 +15,17 @@ export function histogram(host, { bounds, counts }) {
     if (low === undefined) return `below ${general(high, 3)}`;
     return high === undefined ? `from ${general(low, 3)}` : `${general(low, 3)} to ${general(high, 3)}`;
   };
-  const [width, height] = [100 / shown.length, 100];
+  const width = 100 / shown.length;
   const bars = shown.map((count, place) => {
-    const size = count ? Math.max((height * count) / most, 1) : 0;
-    return svg(
-      "rect",
-      { x: place * width + width * 0.06, y: height - size, width: width * 0.88, height: size },
-      svg("title", {}, `${label(first + place)}: ${count.toLocaleString("en")} elements`),
-    );
+    const height = count ? Math.max((100 * count) / most, 1) : 0;
+    const box = { x: place * width + width * 0.06, y: 100 - height, width: width * 0.88, height };
+    return svg("rect", box, svg("title", {}, `${label(first + place)}: ${count.toLocaleString("en")} elements`));
   });
   const peak = first + shown.indexOf(most);
   const text = `Magnitudes of ${total.toLocaleString("en")} elements; most are ${label(peak)}`;
   const ends = [bounds[Math.max(first - 1, 0)], bounds[Math.min(last, bounds.length - 1)]];
   const middle = bounds[Math.min(Math.round((first + last - 1) / 2), bounds.length - 1)];
-  return put(
-    host,
-    svg(
-      "svg",
-      { class: "bars", viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img", "aria-label": text },
-      bars,
-    ),
-    h("div", { class: "scale" }, [ends[0], middle, ends[1]].map((bound) => h("span", {}, general(bound, 2)))),
-  );
+  const box = { class: "bars", viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img", "aria-label": text };
+  const scale = [ends[0], middle, ends[1]].map((bound) => h("span", {}, general(bound, 2)));
+  return put(host, svg("svg", box, bars), h("div", { class: "scale" }, scale));
 }

@@ -38,16 +38,15 @@ export function liveChart({ id, title, note, format, isLog, isWhole, choices, ch
   const head = h("h2", {}, title, aside, select, toggle);
   const element = h("section", { class: "panel live", "data-chart": id }, head, chart.element, listed, legend);
 
-  function set(given) {
-    const isOther = shown === null || String(shown.lines.map(named)) !== String(given.lines.map(named));
-    shown = given;
-    const { at, lines } = shown;
+  function set({ at, range, lines: given }) {
+    const lines = given.map((line, place) => ({ ...line, colour: line.colour ?? `series-${(place % SERIES) + 1}` }));
+    const isOther = shown === null || String(shown.lines.map(named)) !== String(lines.map(named));
+    shown = { at, range, lines };
     if (isOther) put(legend, lines.length ? lines.map(entry) : h("li", {}, "none in this time"));
     if (!listed.hidden) put(listed, lines.length ? numbers(shown, format) : null);
     const last = ({ values }) => (isKnown(values.at(-1)) ? format(values.at(-1)) : "unknown");
     const words = lines.map((line) => `${line.label} ${last(line)}`).join(", ") || "none";
-    const coloured = lines.map((line, place) => ({ ...line, colour: colourOf(line, place) }));
-    chart.set(at, coloured, `${title}, now: ${words}`);
+    chart.set(at, lines, `${title}, now: ${words}`);
     tell();
   }
 
@@ -67,12 +66,10 @@ export function liveChart({ id, title, note, format, isLog, isWhole, choices, ch
 }
 
 const named = ({ label, colour }) => `${label}/${colour}`;
-const colourOf = ({ colour }, place) => colour ?? `series-${(place % SERIES) + 1}`;
 
-function entry(line, place) {
-  const style = { color: `var(--${colourOf(line, place)})` };
-  const swatch = h("span", { class: "swatch", "aria-hidden": "true", style });
-  return h("li", {}, swatch, h("span", {}, line.label), h("data"));
+function entry({ label, colour }) {
+  const swatch = h("span", { class: "swatch", "aria-hidden": "true", style: { color: `var(--${colour})` } });
+  return h("li", {}, swatch, h("span", {}, label), h("data"));
 }
 
 function clock(seconds) {

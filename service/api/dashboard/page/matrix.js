@@ -3,23 +3,17 @@
 import { h, scroller, table } from "./dom.js";
 
 /** Rows, columns and tables that are shown at most: more do not help a reader, and take seconds to lay out. */
-const MOST_ROWS = 24;
-const MOST_COLUMNS = 12;
-const MOST_TABLES = 6;
+const [MOST_ROWS, MOST_COLUMNS, MOST_TABLES] = [24, 12, 6];
 
 /** Return the tables of a tensor {dtype, shape, data}, as the server answers it. */
 export function tensorTables(name, { dtype, shape, data }) {
   const kind = shape.length ? `${dtype} [${shape.join(", ")}]` : `${dtype}, a scalar`;
   const all = [...matrices(data, shape, "")];
-  const hidden = all.length - MOST_TABLES;
-  return h(
-    "div",
-    { class: "tensor" },
-    h("h3", {}, h("code", {}, name), " ", h("span", { class: "muted" }, kind)),
-    h("div", { class: "matrices" }, all.slice(0, MOST_TABLES).map(([place, rows]) => picture(name, place, rows))),
-    hidden > 0 && h("p", { class: "muted" }, `${hidden} more matrices are not shown.`),
-    all.length === 0 && h("p", { class: "muted" }, "No elements."),
-  );
+  const title = h("h3", {}, h("code", {}, name), " ", h("span", { class: "muted" }, kind));
+  const shown = all.slice(0, MOST_TABLES).map(([place, rows]) => picture(name, place, rows));
+  const none = all.length === 0 && h("p", { class: "muted" }, "No elements.");
+  const rest = notShown([all.length, MOST_TABLES, "matrices"]);
+  return h("div", { class: "tensor" }, title, h("div", { class: "matrices" }, shown), rest, none);
 }
 
 /** Yield each matrix of the tensor as [place, rows]: ["[0, 1]", rows]. */
@@ -32,20 +26,18 @@ function* matrices(data, shape, place) {
 }
 
 function picture(name, place, rows) {
-  const [height, width] = [rows.length, rows[0].length];
-  const missing = [
-    height > MOST_ROWS && `${height - MOST_ROWS} more rows`,
-    width > MOST_COLUMNS && `${width - MOST_COLUMNS} more columns`,
-  ].filter(Boolean);
+  const caption = place && h("figcaption", { class: "muted mono" }, place);
   const columns = [...rows[0].slice(0, MOST_COLUMNS).keys()];
-  const shown = rows.slice(0, MOST_ROWS).map(line);
-  return h(
-    "figure",
-    {},
-    place && h("figcaption", { class: "muted mono" }, place),
-    scroller(`Values of ${name}${place}`, "", table("matrix", [h("td"), ...columns], shown)),
-    missing.length > 0 && h("p", { class: "muted" }, `${missing.join(" and ")} are not shown.`),
-  );
+  const shown = table("matrix", [h("td"), ...columns], rows.slice(0, MOST_ROWS).map(line));
+  const rest = notShown([rows.length, MOST_ROWS, "rows"], [rows[0].length, MOST_COLUMNS, "columns"]);
+  return h("figure", {}, caption, scroller(`Values of ${name}${place}`, "", shown), rest);
+}
+
+/** Return a note about what is left out, if anything is. A part is [its length, how much is shown, its name]. */
+function notShown(...parts) {
+  const left = parts.filter(([length, most]) => length > most);
+  const texts = left.map(([length, most, noun]) => `${length - most} more ${noun}`);
+  return left.length > 0 && h("p", { class: "muted" }, `${texts.join(" and ")} are not shown.`);
 }
 
 function line(row, index) {
@@ -53,9 +45,6 @@ function line(row, index) {
 }
 
 function cell(value) {
-  return h("td", { class: typeof value === "string" ? "bad" : value === 0 ? "muted" : null }, numeral(value));
-}
-
-function numeral(value) {
-  return Object.is(value, -0) ? "-0" : String(value);
+  const text = Object.is(value, -0) ? "-0" : String(value);
+  return h("td", { class: typeof value === "string" ? "bad" : value === 0 ? "muted" : null }, text);
 }

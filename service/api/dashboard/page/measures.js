@@ -6,7 +6,6 @@ import { general, size } from "./words.js";
 const MOST_LINES = 7;
 
 export const rate = (number) => `${general(number, 3)}/s`;
-const bytes = (number) => size(number);
 const byteRate = (number) => `${size(number)}/s`;
 const plain = (number) => general(number, 4);
 
@@ -46,19 +45,36 @@ function keyed(member, colours = []) {
 const PERCENTILES = ["p50", "p95", "p99"];
 const HEAT = ["series-3", "series-1", "late-fill"];
 
+const latencies = fixed(PERCENTILES, (sample, name) => sample.seconds?.[name] ?? null, HEAT);
+const bodies = fixed(["received", "sent"], (sample, name) => sample[`${name}_bytes`]);
+const waits = (sample, name) => sample[name.replace(" ", "_")];
+const queue = fixed(["in flight", "waiting"], waits, ["series-1", "late-fill"]);
+
 /** The phases in the order of a request. */
 const PHASES = ["read", "queue", "decode", "kernel", "encode", "store", "write"];
 
-function phases(percentile) {
-  return (samples) => {
-    const met = PHASES.filter((phase) => samples.some((sample) => phase in sample.phases));
-    return met.map((label) => ({
-      label,
-      colour: `series-${PHASES.indexOf(label) + 1}`,
-      value: (sample) => sample.phases[label]?.[percentile] ?? null,
-    }));
-  };
+const CHOICES = { choices: PERCENTILES, chosen: "p99" };
+
+function phases(samples, percentile) {
+  const met = PHASES.filter((phase) => samples.some((sample) => phase in sample.phases));
+  return met.map((label) => ({
+    label,
+    colour: `series-${PHASES.indexOf(label) + 1}`,
+    value: (sample) => sample.phases[label]?.[percentile] ?? null,
+  }));
 }
+
+/** The share of the store's limit from which the chart has a line for it: earlier, it would flatten the other line. */
+const LIMIT_SHOWN_FROM = 0.25;
+
+function store(samples) {
+  const last = samples.at(-1);
+  const used = { label: "used", value: (sample) => sample.store_bytes };
+  const limit = { label: "limit", colour: "late-fill", value: (sample) => sample.store_limit_bytes };
+  return last && last.store_bytes > LIMIT_SHOWN_FROM * last.store_limit_bytes ? [used, limit] : [used];
+}
+
+const ofLimit = (sample) => (sample.store_bytes === null ? "" : `of ${size(sample.store_limit_bytes)}`);
 
 function database(chosen) {
   return (samples) => {
@@ -79,58 +95,16 @@ const areBytes = (name) => name.endsWith("_bytes");
  */
 export const CHARTS = [
   { id: "requests", title: "Requests", note: "by route", format: rate, lines: keyed("requests") },
-  {
-    id: "latency",
-    title: "Latency",
-    note: "from head to answer",
-    format: duration,
-    isLog: true,
-    lines: fixed(PERCENTILES, (sample, name) => sample.seconds?.[name] ?? null, HEAT),
-  },
-  {
-    id: "phases",
-    title: "Time by phase",
-    format: duration,
-    isLog: true,
-    choices: PERCENTILES,
-    chosen: "p99",
-    lines: (samples, percentile) => phases(percentile)(samples),
-  },
+  { id: "latency", title: "Latency", note: "from head to answer", format: duration, isLog: true, lines: latencies },
+  { id: "phases", title: "Time by phase", format: duration, isLog: true, lines: phases, ...CHOICES },
   { id: "errors", title: "Errors", note: "by code", format: rate, lines: keyed("errors", ["bad"]) },
-  {
-    id: "bytes",
-    title: "Bytes",
-    note: "of bodies",
-    format: byteRate,
-    lines: fixed(["received", "sent"], (sample, name) => sample[`${name}_bytes`]),
-  },
-  {
-    id: "queue",
-    title: "Queue",
-    note: "requests",
-    format: plain,
-    isWhole: true,
-    lines: fixed(["in flight", "waiting"], (sample, name) => sample[name.replace(" ", "_")], ["series-1", "late-fill"]),
-  },
-  { id: "held", title: "Bytes in flight", format: bytes, isWhole: true, lines: single("in flight", "in_flight_bytes") },
+  { id: "bytes", title: "Bytes", note: "of bodies", format: byteRate, lines: bodies },
+  { id: "queue", title: "Queue", note: "requests", format: plain, isWhole: true, lines: queue },
+  { id: "held", title: "Bytes in flight", format: size, isWhole: true, lines: single("in flight", "in_flight_bytes") },
   { id: "commits", title: "Commits", note: "of the store", format: rate, lines: single("commits", "commits") },
-  {
-    id: "store",
-    title: "Store",
-    format: bytes,
-    lines: (samples) => {
-      const last = samples.at(-1);
-      const used = { label: "used", value: (sample) => sample.store_bytes };
-      const limit = { label: "limit", colour: "late-fill", value: (sample) => sample.store_limit_bytes };
-      return last && last.store_bytes > LIMIT_SHOWN_FROM * last.store_limit_bytes ? [used, limit] : [used];
-    },
-    aside: (sample) => (sample.store_bytes === null ? "" : `of ${size(sample.store_limit_bytes)}`),
-  },
+  { id: "store", title: "Store", format: size, lines: store, aside: ofLimit },
   { id: "buffers", title: "Buffers", format: plain, isWhole: true, lines: single("buffers", "buffers") },
   { id: "workers", title: "Workers", format: plain, isWhole: true, lines: single("workers", "workers") },
   { id: "database", title: "Database", format: plain, optional: true, lines: database((name) => !areBytes(name)) },
-  { id: "database-bytes", title: "Database bytes", format: bytes, optional: true, lines: database(areBytes) },
+  { id: "database-bytes", title: "Database bytes", format: size, optional: true, lines: database(areBytes) },
 ];
-
-/** The share of the store's limit from which the chart has a line for it: earlier, it would flatten the other line. */
-const LIMIT_SHOWN_FROM = 0.25;

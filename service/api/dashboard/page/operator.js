@@ -2,7 +2,7 @@
 
 import { bodyOf, curlOf, pathOf, pythonOf } from "./calls.js";
 import { copyBox } from "./copy.js";
-import { curvePanel, hasCurve } from "./curve.js";
+import { curvePanel } from "./curve.js";
 import { h, mark, prose, put, say, scroller, table } from "./dom.js";
 import { operatorForm } from "./form.js";
 import { tensorTables } from "./matrix.js";
@@ -17,38 +17,23 @@ export async function show(main, { api, signal, families, operator, name, keys }
   const list = names(families, name);
   if (operator === undefined) {
     const missing = [h("h1", {}, "Operator not found"), h("p", {}, name)];
-    put(main, list, h("section", { class: "empty", role: "alert" }, missing));
-    return;
+    return put(main, list, h("section", { class: "empty", role: "alert" }, missing));
   }
   const answer = answerPanel(operator);
   const calls = callBoxes(keys);
   const form = operatorForm(operator, { run: () => run(form, answer, { api, signal }), changed });
-  const curve = hasCurve(operator.name) ? curvePanel(operator, { api, form, signal }) : null;
+  const curve = curvePanel(operator, { api, form, signal });
   let timer;
   function changed() {
     calls.follow(form.call());
     clearTimeout(timer);
     if (curve) timer = setTimeout(curve.draw, REDRAW_MS);
   }
-  put(
-    main,
-    h(
-      "div",
-      { class: "operator" },
-      list,
-      h(
-        "article",
-        {},
-        heading(operator),
-        h(
-          "div",
-          { class: "columns" },
-          h("div", {}, runPanel(form), answer.element, curve && calls.elements),
-          h("div", {}, curve?.element, signaturePanel(operator), !curve && calls.elements),
-        ),
-      ),
-    ),
-  );
+  const panel = h("section", { class: "panel" }, h("h2", {}, "Run it"), form.element);
+  const left = h("div", {}, panel, answer.element, curve && calls.elements);
+  const right = h("div", {}, curve?.element, signaturePanel(operator), !curve && calls.elements);
+  const article = h("article", {}, heading(operator), h("div", { class: "columns" }, left, right));
+  put(main, h("div", { class: "operator" }, list, article));
   calls.follow(form.call());
   await curve?.draw();
 }
@@ -68,33 +53,24 @@ function names(families, chosen) {
 }
 
 function heading({ name, formula, description }) {
-  return h(
-    "header",
-    { class: "about" },
-    h("h1", {}, name),
-    h("p", { class: "formula" }, prose(formula.replace(/\.$/, ""))),
-    description.split(/\n\n+/).filter(Boolean).map((each) => h("p", {}, prose(each.replaceAll("\n", " ")))),
-  );
-}
-
-function runPanel(form) {
-  return h("section", { class: "panel" }, h("h2", {}, "Run it"), form.element);
+  const line = h("p", { class: "formula" }, prose(formula.replace(/\.$/, "")));
+  const paragraphs = description.split(/\n\n+/).filter(Boolean);
+  const about = paragraphs.map((each) => h("p", {}, prose(each.replaceAll("\n", " "))));
+  return h("header", { class: "about" }, h("h1", {}, name), line, about);
 }
 
 function signaturePanel({ inputs, outputs, attributes, example }) {
+  const inputRow = (each) => tensorRow(each, shapesText(each, example.request[each.name]));
+  const outputRow = (each) => tensorRow(each, shapesText(each, example.answer[each.name]));
   const tables = [
-    signature(["Input", "type", "shape"], inputs.map((each) => inputRow(each, example))),
-    signature(["Output", "type", "shape"], outputs.map((each) => outputRow(each, example))),
+    signature(["Input", "type", "shape"], inputs.map(inputRow)),
+    signature(["Output", "type", "shape"], outputs.map(outputRow)),
     signature(["Type", "dtypes, the usual one first"], variableRows([...inputs, ...outputs])),
     signature(["Attribute", "type", "default"], attributes.map(attributeRow)),
   ];
   const label = "Tensors and attributes";
-  return h(
-    "section",
-    { class: "panel" },
-    h("h2", {}, label, h("span", { class: "muted" }, "with the shapes of the example")),
-    scroller(label, "", tables),
-  );
+  const title = h("h2", {}, label, h("span", { class: "muted" }, "with the shapes of the example"));
+  return h("section", { class: "panel" }, title, scroller(label, "", tables));
 }
 
 function signature(titles, rows) {
@@ -103,30 +79,17 @@ function signature(titles, rows) {
   return rows.length > 0 && table("plain signature", heads, rows);
 }
 
-function inputRow(tensor, example) {
-  return tensorRow(tensor, shapesText(tensor, example.request[tensor.name], shapeOf));
-}
-
-function outputRow(tensor, example) {
-  return tensorRow(tensor, shapesText(tensor, example.answer[tensor.name], (answer) => answer.shape));
-}
-
 /** The shape of a tensor, or that of each tensor of a group. */
-function shapesText({ group }, value, shape) {
+function shapesText({ group }, value) {
   if (value === undefined) return "left out";
-  if (!group) return shapeText(shape(value));
-  return Object.entries(value).map(([name, each]) => `${name} ${shapeText(shape(each))}`).join(", ");
+  if (!group) return shapeText(shapeOf(value));
+  return Object.entries(value).map(([name, each]) => `${name} ${shapeText(shapeOf(each))}`).join(", ");
 }
 
 function tensorRow(tensor, shape) {
   const name = h("code", {}, parted(tensor.group ? `${tensor.name}.*` : tensor.name));
-  return h(
-    "tr",
-    {},
-    h("th", { scope: "row" }, name, tensor.optional && h("span", { class: "muted" }, " optional")),
-    h("td", {}, tensor.type_variable ?? typesOf(tensor)),
-    h("td", { class: "mono" }, shape),
-  );
+  const title = h("th", { scope: "row" }, name, tensor.optional && h("span", { class: "muted" }, " optional"));
+  return h("tr", {}, title, h("td", {}, tensor.type_variable ?? typesOf(tensor)), h("td", { class: "mono" }, shape));
 }
 
 /** The dtypes of each type variable, once: tensors of one variable have one dtype. */
@@ -154,7 +117,9 @@ function parted(name) {
   return name.split(/(?<=_)/).flatMap((part) => [part, h("wbr")]);
 }
 
+/** The shape of a tensor, which says it, or else that of its lists. */
 function shapeOf(value) {
+  if (value?.shape !== undefined) return value.shape;
   if (value?.data !== undefined) return shapeOf(value.data);
   return Array.isArray(value) ? [value.length, ...(value.length ? shapeOf(value[0]) : [])] : [];
 }
@@ -176,22 +141,18 @@ function callBoxes(keys) {
 /** The place of the answer: first that of the catalogue's example, then the server's to what the reader ran. */
 function answerPanel(operator) {
   const status = h("p", { class: "muted status", role: "status" }, "The answer to the example. Run asks the server.");
-  const values = h("div", { class: "results" });
-  const tables = (answer) => put(values, tensorsOf(answer).map(([name, tensor]) => tensorTables(name, tensor)));
-  tables(operator.example.answer);
+  const tables = (answer) => tensorsOf(answer).map(([name, tensor]) => tensorTables(name, tensor));
+  const values = h("div", { class: "results" }, tables(operator.example.answer));
+  function show(words, ...nodes) {
+    say(status, words);
+    mark(values, "class", "results");
+    put(values, nodes);
+  }
   return {
     element: h("section", { class: "panel answer", "aria-label": "Answer" }, h("h2", {}, "Answer"), status, values),
     wait: () => mark(values, "class", "results old"),
-    show(words, tensors) {
-      say(status, words);
-      mark(values, "class", "results");
-      tables(tensors);
-    },
-    fail(words, ...nodes) {
-      say(status, words);
-      mark(values, "class", "results");
-      put(values, h("div", { role: "alert" }, nodes));
-    },
+    show: (words, tensors) => show(words, tables(tensors)),
+    fail: (words, ...nodes) => show(words, h("div", { role: "alert" }, nodes)),
   };
 }
 
@@ -206,8 +167,7 @@ async function run(form, answer, { api, signal }) {
   form.tell();
   const call = form.call();
   if (call === null) {
-    answer.fail("Nothing was sent.", h("p", { class: "bad" }, "A field is empty, or not JSON; it says so."));
-    return;
+    return answer.fail("Nothing was sent.", h("p", { class: "bad" }, "A field is empty, or not JSON; it says so."));
   }
   answer.wait();
   const id = api.newIdempotencyKey();
@@ -224,10 +184,7 @@ async function run(form, answer, { api, signal }) {
     const status = error.status ?? error.title ?? "The page failed";
     const name = error.tensor ?? error.parameter;
     if (name) form.refuse(name, error.message);
-    answer.fail(
-      `${status} ${took()}`,
-      h("h3", {}, error.title ?? "The call failed"),
-      h("p", { class: "bad" }, error.message),
-    );
+    const title = h("h3", {}, error.title ?? "The call failed");
+    answer.fail(`${status} ${took()}`, title, h("p", { class: "bad" }, error.message));
   }
 }

@@ -1,6 +1,6 @@
 // Charts of lines over x, each with a text for readers of a screen. Only this module knows uPlot.
 
-import { h, mark } from "./dom.js";
+import { button, h, mark } from "./dom.js";
 import UPlot from "./uPlot.esm.js";
 
 /** Steps of an axis that counts things. */
@@ -122,13 +122,12 @@ function drawCross({ ctx, bbox, valToPos }) {
 
 /** Hide a table of numbers; return the button that shows it in place of a picture, and calls `changed` then. */
 export function asNumbers(label, table, picture, changed = () => {}) {
-  const toggle = h("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-label": label });
-  toggle.append("As numbers");
   table.hidden = true;
-  toggle.addEventListener("click", () => {
+  const toggle = () => {
     [table.hidden, picture.hidden] = [!table.hidden, table.hidden];
-    mark(toggle, "aria-expanded", String(!table.hidden));
+    mark(shows, "aria-expanded", String(!table.hidden));
     changed();
-  });
-  return toggle;
+  };
+  const shows = button("As numbers", toggle, { class: "quiet", "aria-expanded": "false", "aria-label": label });
+  return shows;
 }

@@ -1,11 +1,15 @@
 // The closed epochs that a buffer keeps, with their receipts.
 
 import { download, path } from "./actions.js";
-import { h, put, table } from "./dom.js";
+import { button, h, listing, put } from "./dom.js";
 import * as words from "./words.js";
 
 /** Receipts that are read at once, and how many more a click reads. */
 const [FIRST, MORE] = [10, 50];
+
+const NUMBERS = ["epoch", "count", "weight", "norm"].map((title) => [title, "number"]);
+
+const COLUMNS = [...NUMBERS, ["closed by"], ["contributors", "long"], [""]];
 
 /** A table of closed epochs in `host`, the newest first. */
 export class Receipts {
@@ -48,44 +52,29 @@ export class Receipts {
       put(this.host, h("p", { class: "muted" }, "No closed epoch is kept."));
       return;
     }
-    const titles = ["epoch", "count", "weight", "norm", "closed by", "contributors", ""];
-    const head = (title, place) => h("th", { scope: "col", class: place < 4 ? "number" : null }, title);
-    const heads = titles.map((title, place) => (title ? head(title, place) : h("td")));
-    const rows = receipts.map((receipt) => this.row(receipt));
+    const rows = receipts.map((receipt) => this.cells(receipt));
     const focused = this.host.contains(document.activeElement) ? document.activeElement.dataset.epoch : undefined;
-    put(this.host, table("plain", heads, rows), receipts.length === this.wanted && this.button());
+    put(this.host, listing(COLUMNS, rows), receipts.length === this.wanted && button("Show more", () => this.more()));
     if (focused !== undefined) this.host.querySelector(`[data-epoch="${CSS.escape(focused)}"]`)?.focus();
   }
 
-  row(receipt) {
+  cells(receipt) {
     const { norm = null, nonfinite = 0 } = this.epochs.get(receipt.epoch) ?? {};
-    const save = h("button", {
-      type: "button",
-      class: "quiet",
-      "aria-label": `Download epoch ${receipt.epoch}`,
-      "data-epoch": receipt.epoch,
-      onclick: () => download(this.api, { info: this.info }, receipt.epoch),
-    });
-    save.append("Download");
-    const number = (text, ill = false) => h("td", { class: ill ? "number bad" : "number" }, text);
-    return h(
-      "tr",
-      {},
-      number(String(receipt.epoch)),
-      number(String(receipt.count)),
-      number(words.general(receipt.weight)),
-      number(norm === null ? "" : words.general(norm, 4), nonfinite > 0),
-      h("td", {}, receipt.closed_by),
-      h("td", { class: "long" }, receipt.contributors ? words.contributors(receipt.contributors) : ""),
-      h("td", {}, receipt.contributors && save),
-    );
+    const { epoch, count, weight, contributors } = receipt;
+    const properties = { class: "quiet", "aria-label": `Download epoch ${epoch}`, "data-epoch": epoch };
+    return [
+      epoch,
+      count,
+      words.general(weight),
+      norm !== null && h("span", { class: nonfinite > 0 && "bad" }, words.general(norm, 4)),
+      receipt.closed_by,
+      contributors && words.contributors(contributors),
+      contributors && button("Download", () => download(this.api, { info: this.info }, epoch), properties),
+    ];
   }
 
-  button() {
-    const more = () => {
-      this.wanted += MORE;
-      this.show(this.info, [...this.epochs.values()]).catch(() => {}); // the next reading tries again
-    };
-    return h("button", { type: "button", onclick: more }, "Show more");
+  more() {
+    this.wanted += MORE;
+    this.show(this.info, [...this.epochs.values()]).catch(() => {}); // the next reading tries again
   }
 }

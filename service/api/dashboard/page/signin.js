@@ -1,18 +1,12 @@
 // The form that asks for an API key.
 
-import { h, put } from "./dom.js";
+import { h, prose, put } from "./dom.js";
 
 /** Show the form in `main`. The key is tried before it is kept. `done` is called once a key is right. */
 export function signIn(main, { api, reason, done }) {
-  const field = h("input", {
-    id: "key",
-    type: "password",
-    autocomplete: "off",
-    spellcheck: "false",
-    required: true,
-    placeholder: "gs_…",
-    "aria-describedby": "key-hint key-error",
-  });
+  const typed = { type: "password", autocomplete: "off", spellcheck: "false", required: true, placeholder: "gs_…" };
+  const field = h("input", { id: "key", "aria-describedby": "key-hint key-error", ...typed });
+  const hint = prose("The key stays in this tab, until you sign out or close it. `gradserve keys add` makes keys.");
   const error = h("p", { id: "key-error", class: "bad", role: "alert" }, reason);
   const form = h(
     "form",
@@ -22,13 +16,7 @@ export function signIn(main, { api, reason, done }) {
     h("label", { for: "key" }, "API key"),
     h("div", { class: "line" }, field, h("button", { class: "main" }, "Sign in")),
     error,
-    h(
-      "p",
-      { id: "key-hint", class: "muted" },
-      "The key stays in this tab, until you sign out or close it. ",
-      h("code", {}, "gradserve keys add"),
-      " makes keys.",
-    ),
+    h("p", { id: "key-hint", class: "muted" }, hint),
   );
   form.addEventListener("submit", async (event) => {
     event.preventDefault();

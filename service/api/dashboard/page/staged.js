@@ -1,11 +1,11 @@
 // The pushes in parts that are not complete.
 
-import { h, put, say, scroller, table } from "./dom.js";
+import { h, listing, put, say, scroller } from "./dom.js";
 import * as words from "./words.js";
 
-const NUMBERS = ["parts", "buffers", "size", "weight", "epoch"];
+const NUMBERS = ["parts", "buffers", "size", "weight", "epoch"].map((title) => [title, "number"]);
 
-const TITLES = ["push", ...NUMBERS, "contributor", "expires", "refused"];
+const COLUMNS = [["push", "long"], ...NUMBERS, ["contributor"], ["expires"], ["refused"]];
 
 /** A line that says what is staged, and opens a table of it. It is hidden while nothing is. */
 export class Staged {
@@ -23,26 +23,20 @@ export class Staged {
     const text = JSON.stringify(pushes);
     if (text === this.shown) return;
     this.shown = text;
-    const heads = TITLES.map((title) => h("th", { scope: "col", class: kind(title) }, title));
-    put(this.rows, scroller("Staged pushes", "", table("plain", heads, pushes.map(row))));
+    put(this.rows, scroller("Staged pushes", "", listing(COLUMNS, pushes.map(textsOf))));
   }
 }
 
-function kind(title) {
-  return NUMBERS.includes(title) ? "number" : title === "push" ? "long" : null;
-}
-
-function row(push) {
-  const texts = [
+function textsOf(push) {
+  return [
     push.push,
     `${push.staged.length} of ${push.parts}`,
-    String(push.count),
+    push.count,
     words.size(push.bytes),
     words.general(push.weight),
-    push.epoch === null ? "" : String(push.epoch),
-    push.contributor ?? "",
+    push.epoch,
+    push.contributor,
     words.time(push.expires_at),
-    push.refused ?? "",
+    push.refused,
   ];
-  return h("tr", {}, texts.map((text, place) => h("td", { class: kind(TITLES[place]) }, text)));
 }
