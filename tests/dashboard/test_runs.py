@@ -83,7 +83,7 @@ def test_the_page_begins_with_a_line_for_each_run(open_page: Open, server: str, 
     expect(line.locator(".state")).to_have_text("running")
     expect(line.locator(".people li")).to_have_text(["rank0 is in", "rank1 is expected", "rank2 is expected"])
     assert names(page) == ["exp1", "team.a", "team.b"]
-    expect(page.locator(".summary")).to_contain_text("3 active runs6 buffers")
+    expect(page.locator(".summary")).to_contain_text("3 active runs · 6 buffers")
     line.get_by_role("link", name="exp1").press("Enter")
     expect(page.get_by_role("heading", level=1)).to_have_text("exp1")
 

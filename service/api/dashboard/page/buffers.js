@@ -24,19 +24,17 @@ class Buffers {
     this.listed = new Listed(api, signal);
     this.only = query.get("only") in ONLY ? query.get("only") : null;
     this.alarms = new Set();
-    this.table = new BufferTable({
-      label: "Buffers",
-      api,
-      signal,
-      query,
-      changed: () => this.changed(),
-    });
-    this.summary = h("p", { class: "summary muted" });
+    this.table = new BufferTable({ label: "Buffers", api, signal, query, changed: () => this.changed() });
+    const kind = (only) => (only === "nonfinite" ? "bad" : "late");
+    const link = (only) => [only, h("a", { class: kind(only), href: `#/buffers?only=${only}`, hidden: true })];
+    this.links = Object.fromEntries(Object.keys(ONLY).map(link));
+    this.facts = h("span");
     this.staged = new Staged();
     const { field, order, asTree } = this.table;
     this.filter = h("button", { type: "button", class: "filter", onclick: () => this.choose(null) });
     const line = h("div", { class: "line" }, this.filter, field, order, asTree);
-    this.tools = h("div", { class: "tools" }, h("h1", {}, "Buffers"), this.summary, line);
+    const summary = h("p", { class: "summary muted" }, this.facts, Object.values(this.links));
+    this.tools = h("div", { class: "tools" }, h("h1", {}, "Buffers"), summary, line);
   }
 
   async read() {
@@ -80,11 +78,11 @@ class Buffers {
     const rate = this.listed.rate(infos);
     const bytes = words.size(infos.reduce((all, info) => all + info.bytes, 0));
     const texts = [words.many(infos.length, "buffer"), bytes, rate !== null && `${words.general(rate, 3)} adds/s`];
-    const links = Object.entries(found).map(([only, some]) => {
-      const kind = only === "nonfinite" ? "bad" : "late";
-      return some.length > 0 && h("a", { class: kind, href: `#/buffers?only=${only}` }, `${some.length} ${ONLY[only]}`);
-    });
-    put(this.summary, [...texts, ...links].filter(Boolean).map((each) => h("span", {}, each)));
+    say(this.facts, texts.filter(Boolean).join(" · "));
+    for (const [only, { length }] of Object.entries(found)) {
+      this.links[only].hidden = length === 0;
+      say(this.links[only], `${length} ${ONLY[only]}`);
+    }
     this.alarm(found.waiting, "is waiting");
     this.alarm(found.late, "is late");
     this.alarm(found.nonfinite, "has non-finite values");

@@ -16,7 +16,7 @@ const MAX_HISTORIES = 60;
 
 export async function show(main, { api, signal, parameters }) {
   const leave = (event) => {
-    if (event.key === "Escape" && !event.defaultPrevented) location.hash = "#/runs";
+    if (event.key === "Escape" && !event.target.matches("input, select")) location.hash = "#/runs";
   };
   document.addEventListener("keydown", leave, { signal });
   await follow(new Run(main, api, signal, parameters), signal);

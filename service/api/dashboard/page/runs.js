@@ -87,13 +87,9 @@ class Runs {
   summarize(active) {
     const infos = this.runs.flatMap((run) => run.infos);
     const rate = this.listed.rate(infos);
-    const texts = [
-      words.many(active, "active run"),
-      words.many(infos.length, "buffer"),
-      words.size(infos.reduce((sum, info) => sum + info.bytes, 0)),
-      ...(rate === null ? [] : [`${words.general(rate, 3)} adds/s`]),
-    ];
-    put(this.summary, texts.map((each) => h("span", {}, each)));
+    const bytes = words.size(infos.reduce((sum, info) => sum + info.bytes, 0));
+    const texts = [words.many(active, "active run"), words.many(infos.length, "buffer"), bytes];
+    say(this.summary, [...texts, ...(rate === null ? [] : [`${words.general(rate, 3)} adds/s`])].join(" · "));
   }
 
   /** Tell readers of a screen what is new, once. */
