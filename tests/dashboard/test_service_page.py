@@ -259,12 +259,15 @@ def test_the_measures_of_a_database_a_full_store_and_many_codes(open_page: Open,
     codes = {f"code_{number}": float(number) for number in range(1, 11)}
     database = {"connections": 7, "connections_limit": 100, "lag_bytes": 2048}
     now = time.time()
-    last = made(now, errors={**codes, EVIL: 20.0}, database=database, store_bytes=900, commits=5)
+    large = {"requests": {"ops": 1390.4}, "buffers": 100_000}
+    last = made(now, errors={**codes, EVIL: 20.0}, database=database, store_bytes=900, commits=5, **large)
     page = faked(open_page, server, [made(now - 2), last])
     as_numbers(page)
     assert rows(page, "database")[now] == {"connections": 7, "connections limit": 100}
     assert rows(page, "database-bytes")[now] == {"lag": 2048}
     assert rows(page, "store")[now] == {"used": 900, "limit": 1000}
+    expect(tile(page, "requests")).to_have_text("1,390/s")
+    expect(chart(page, "buffers").locator(".lines data")).to_have_text("100,000")
     shown = rows(page, "errors")[now]
     assert shown == {EVIL: 20, **{f"code_{number}": number for number in range(5, 11)}, "4 others": 10}
     assert page.locator("img[src=x], main script").count() == 0

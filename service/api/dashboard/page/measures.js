@@ -5,9 +5,9 @@ import { general, size } from "./words.js";
 /** The most lines of a chart, since its colours are as many. The rest are added up as "others". */
 const MOST_LINES = 7;
 
-export const rate = (number) => `${general(number, 3)}/s`;
+const plain = (number) => (number < 999.5 ? general(number, 3) : Math.round(number).toLocaleString("en"));
+export const rate = (number) => `${plain(number)}/s`;
 const byteRate = (number) => `${size(number)}/s`;
-const plain = (number) => general(number, 4);
 
 /** Return a time: 420 µs, 3.1 ms, 1.2 s. */
 export function duration(seconds) {
