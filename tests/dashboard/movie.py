@@ -6,43 +6,32 @@ what is typed and what the processes print.
 
 from __future__ import annotations
 
-import io
-import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib import get_data_path
-from PIL import Image, ImageColor, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont
 from playwright.sync_api import Page, ViewportSize
 
-from tests.dashboard.screenshots import IMAGES, chromium
+from tests.dashboard.screenshots import IMAGES, WORKERS, chromium, flattened, pixels, started
 from tests.serving import serving, wait_until
 
 PICTURE = IMAGES / "training.gif"
-TRAINING = Path(__file__).with_name("train.py")
-ADDRESS = "#/buffers"
-
-WORKERS = 3
+START, RUN = "#/runs", "#/runs/digits"
 
 COMMAND = f"RANK={{}} WORLD_SIZE={WORKERS} python train.py"
 
-WINDOW = ViewportSize(width=900, height=420)
+WINDOW = ViewportSize(width=900, height=535)
 """The browser's window in CSS pixels, about as wide as a README on GitHub."""
 
 SCALE = 1.5
 """Pixels of the picture for each CSS pixel."""
 
 FRAME_MILLISECONDS, LAST_MILLISECONDS = 200, 1400
-
-COLOURS = 240
-"""Colours of the picture at most, alike in all frames, so that what stands still is stored once."""
 
 TYPED = 9
 """Characters that are typed from one frame to the next."""
@@ -59,7 +48,7 @@ WORDS = {PROMPT: "#7ee2a8", KILLED: "#ff8f85", f"{WORKERS - 1} of {WORKERS} in":
 """The words of the terminal that have a colour."""
 
 FONT, BOLD = (
-    ImageFont.truetype(Path(get_data_path(), "fonts", "ttf", f"DejaVuSansMono{kind}.ttf"), round(12 * SCALE))
+    ImageFont.truetype(Path(get_data_path(), "fonts", "ttf", f"DejaVuSansMono{kind}.ttf"), round(12.5 * SCALE))
     for kind in ("", "-Bold")
 )
 
@@ -97,11 +86,8 @@ class Worker(Pane):
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, url: str) -> None:
-        variables = {"RANK": str(self._rank), "WORLD_SIZE": str(WORKERS), "GRADSERVE_URL": url}
         with self._path.open("a") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, TRAINING], cwd=self._folder, env={**os.environ, **variables}, stdout=out
-            )
+            self.process = started(url, self._folder, self._rank, out)
 
     def wait(self) -> None:
         """Return when the worker has ended an epoch since its start."""
@@ -130,7 +116,7 @@ class Film:
 
     def shoot(self) -> None:
         """Add a frame of what is seen now."""
-        page = Image.open(io.BytesIO(self._page.screenshot()))
+        page = pixels(self._page)
         width, top = page.width, page.height + MARGIN
         bottom = top + (ROWS + 1) * ROW + MARGIN
         frame = Image.new("RGB", (width, bottom + ROW + MARGIN), NIGHT)
@@ -159,14 +145,7 @@ class Film:
             self._page.wait_for_timeout(max(0, begun + number * seconds - time.monotonic()) * 1000)
 
     def save(self, path: Path) -> None:
-        """Write the frames in the colours of the terminal's words and those that most pixels have."""
-        counts: Counter[Any] = Counter()
-        for frame in self._frames:
-            counts.update({colour: count for count, colour in frame.getcolors(frame.width * frame.height) or ()})
-        common = (colour for colour, _ in counts.most_common(COLOURS))
-        palette = Image.new("P", (1, 1))
-        palette.putpalette([part for colour in (*map(ImageColor.getrgb, WORDS.values()), *common) for part in colour])
-        first, *others = (frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in self._frames)
+        first, *others = flattened(self._frames, WORDS.values())
         durations = [FRAME_MILLISECONDS] * len(others) + [LAST_MILLISECONDS]
         first.save(path, save_all=True, append_images=others, duration=durations, loop=0)
 
@@ -178,7 +157,7 @@ def play(film: Film, page: Page, url: str, shell: Pane, workers: Sequence[Worker
         worker.start(url)
     for worker in workers:
         worker.wait()
-    page.goto(f"{url}/{ADDRESS}")
+    page.goto(f"{url}/{RUN}")
     film.watch(13, 1)
     lost = workers[-1]
     assert lost.process
@@ -194,7 +173,7 @@ def play(film: Film, page: Page, url: str, shell: Pane, workers: Sequence[Worker
 def main() -> None:
     with serving() as url, chromium() as browser, tempfile.TemporaryDirectory() as folder:
         page = browser.new_page(viewport=WINDOW, device_scale_factor=SCALE, color_scheme="light")
-        page.goto(f"{url}/{ADDRESS}")
+        page.goto(f"{url}/{START}")
         page.wait_for_timeout(1000)
         shell, workers = Pane(Path(folder, "shell")), [Worker(Path(folder), rank) for rank in range(WORKERS)]
         film = Film(page, shell, workers)

@@ -1,32 +1,51 @@
-"""Make the screenshots of docs/images again, of a real training: python -m tests.dashboard.screenshots [NAME ...]."""
+"""Make the screenshots of docs/images again, of real trainings: python -m tests.dashboard.screenshots [NAME ...].
+
+Three run: one misses a worker and waits, one misses a worker and goes on, and one is whole.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import httpx
-from playwright.sync_api import Browser, sync_playwright
+import numpy as np
+from PIL import Image, ImageColor
+from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.serving import serving
+from tests.serving import serving, wait_until
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
-TRAINING = ("examples/digits_data_parallel.py", "--epochs", "200")
+EXAMPLE = ("examples/digits_data_parallel.py", "--epochs", "1000")
+TRAINING = Path(__file__).with_name("train.py")
 
-SECONDS_BEFORE = 8
-"""Seconds of training before the first screenshot, so that the charts have a past."""
+WORKERS = 3
+"""The workers of each training but the example."""
 
-SECONDS_SHOWN = 5
-"""Seconds that a view is open before its screenshot: it reads the server every two seconds."""
+WAITING = {"RUN": "exp1", "DEADLINE": "120"}
+GOING_ON = {"RUN": "exp2"}
+"""The trainings that lose a worker."""
+
+SECONDS_BEFORE = 20
+"""Seconds that the views are open before workers are killed, so that the charts have a past."""
+
+SECONDS_AFTER = 45
+"""Seconds from then to the screenshots: an epoch that does not move is amber after 30."""
+
+COLOURS = 240
+"""Colours of a picture at most: a palette has 256."""
 
 
 class Shot(NamedTuple):
@@ -39,7 +58,7 @@ class Shot(NamedTuple):
 
 SHOTS = {
     "runs": Shot("#/runs", size=(1360, 420)),
-    "run": Shot("#/runs/{run}", size=(1360, 900)),
+    "run": Shot("#/runs/exp1", size=(1360, 900)),
     "buffers": Shot("#/buffers"),
     "buffer": Shot("#/buffers/{name}", size=(1360, 1050)),
     "operator": Shot("#/operators/ReluGrad", size=(1360, 900)),
@@ -57,27 +76,90 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-def take(browser: Browser, url: str, name: str, shot: Shot) -> None:
-    """Take a screenshot of a view."""
+def started(url: str, folder: Path, rank: int, out: IO[str], **variables: str) -> subprocess.Popen[bytes]:
+    """Start a worker of a training, which keeps its checkpoint in the folder."""
+    given = {"GRADSERVE_URL": url, "RANK": str(rank), "WORLD_SIZE": str(WORKERS), **variables}
+    return subprocess.Popen([sys.executable, TRAINING], cwd=folder, env={**os.environ, **given}, stdout=out)
+
+
+@contextmanager
+def training(url: str, **variables: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Yield the workers of a training. They are killed in the end."""
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as out:
+        workers = [started(url, Path(folder), rank, out, **variables) for rank in range(WORKERS)]
+        try:
+            yield workers
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+
+
+@contextmanager
+def example(url: str) -> Iterator[None]:
+    """Let the example train."""
+    process = subprocess.Popen([sys.executable, *EXAMPLE, "--url", url], cwd=ROOT, start_new_session=True)
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)  # its workers, too, or they keep their connections open
+        process.wait()
+
+
+def shown(browser: Browser, url: str, shot: Shot) -> Page:
+    """Return an open view."""
     page = browser.new_page(viewport={"width": shot.size[0], "height": shot.size[1]}, color_scheme=shot.scheme)
-    buffers = [one["name"] for one in httpx.get(f"{url}/v1/buffers").json()["buffers"]]
-    shown = next(each for each in buffers if each.endswith("W1"))
-    page.goto(f"{url}/{shot.address.format(name=shown, run=shown.partition('.')[0])}")
-    page.wait_for_timeout(SECONDS_SHOWN * 1000)
-    IMAGES.mkdir(exist_ok=True)
-    page.screenshot(path=IMAGES / f"{name}.png")
-    page.close()
+    names = [one["name"] for one in httpx.get(f"{url}/v1/buffers").json()["buffers"]]
+    page.goto(f"{url}/{shot.address.format(name=next(each for each in names if each.endswith('W1')))}")
+    return page
+
+
+def pixels(page: Page) -> Image.Image:
+    """Return what is seen of a page."""
+    return Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+
+
+def flattened(pictures: Sequence[Image.Image], colours: Iterable[str] = ()) -> list[Image.Image]:
+    """Return the pictures in few colours, alike in all: these, and those that most pixels have."""
+    counts: Counter[Any] = Counter()
+    for picture in pictures:
+        counts.update({colour: count for count, colour in picture.getcolors(picture.width * picture.height) or ()})
+    common = [colour for colour, _ in counts.most_common(COLOURS)]
+    palette = np.array([*map(ImageColor.getrgb, colours), *common])
+    return [nearest(picture, palette) for picture in pictures]
+
+
+def nearest(picture: Image.Image, palette: np.ndarray[Any, Any]) -> Image.Image:
+    """Return the picture in the nearest colours of the palette. Pillow's own search would miss exact colours."""
+    bits = np.array([16, 8, 0])
+    pixels = np.asarray(picture, int) @ (1 << bits)
+    found, places = np.unique(pixels, return_inverse=True)
+    channels = found[:, np.newaxis] >> bits & 255
+    numbers = ((channels[:, np.newaxis] - palette) ** 2).sum(axis=2).argmin(axis=1)
+    drawn = Image.fromarray(numbers[places].reshape(pixels.shape).astype(np.uint8))
+    drawn.putpalette(palette.astype(np.uint8).tobytes())
+    return drawn
+
+
+def epochs(url: str) -> list[int]:
+    """Return the epochs of all losses."""
+    return [one["epoch"] for one in httpx.get(f"{url}/v1/buffers").json()["buffers"] if one["name"].endswith("loss")]
 
 
 def main() -> None:
     chosen = sys.argv[1:] or [*SHOTS]
-    with serving() as url, chromium() as browser:
-        training = subprocess.Popen([sys.executable, *TRAINING, "--url", url], cwd=ROOT, start_new_session=True)
-        time.sleep(SECONDS_BEFORE)
-        for name in chosen:
-            take(browser, url, name, SHOTS[name])
-        os.killpg(training.pid, signal.SIGTERM)  # its workers, too, or they keep their connections open
-        training.wait()
+    with serving() as url, chromium() as browser, training(url, **WAITING) as waiting:
+        wait_until(lambda: any(epochs(url)))
+        with training(url, **GOING_ON) as going_on, example(url):
+            wait_until(lambda: [*map(bool, epochs(url))] == [True] * 3)
+            pages = {name: shown(browser, url, SHOTS[name]) for name in chosen}
+            time.sleep(SECONDS_BEFORE)
+            waiting[2].kill()
+            going_on[1].kill()
+            time.sleep(SECONDS_AFTER)
+            for name, page in pages.items():
+                (picture,) = flattened([pixels(page)])
+                picture.save(IMAGES / f"{name}.png", optimize=True)
 
 
 if __name__ == "__main__":

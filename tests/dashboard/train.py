@@ -1,4 +1,7 @@
-"""Train a network on handwritten digits as one of several workers: RANK=0 WORLD_SIZE=3 python train.py."""
+"""Train a network on handwritten digits as one of several workers: RANK=0 WORLD_SIZE=3 python train.py.
+
+RUN=digits and DEADLINE=4 may be set, too. The last is in seconds.
+"""
 
 import os
 import time
@@ -19,15 +22,16 @@ torch.manual_seed(0)  # the same weights in all workers
 images, labels = (torch.from_numpy(each)[rank::workers] for each in load_digits(return_X_y=True))
 images = images.float() / 16
 model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.6)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
 
 Path(f"rank{rank}.up").touch()
 while len([*Path().glob("*.up")]) < workers:  # the deadline is short, so all begin together
     time.sleep(0.05)
 
 with Client() as server:
-    rules = {"deadline_seconds": 4, "keep": 200}
-    gradients = GradientAccumulator.from_env(model, server, run="digits", loss=True, **rules)
+    run, deadline = os.environ.get("RUN", "digits"), float(os.environ.get("DEADLINE", "4"))
+    rules = {"deadline_seconds": deadline, "keep": 200}
+    gradients = GradientAccumulator.from_env(model, server, run=run, loss=True, **rules)
     saved, parts = f"rank{rank}.pt", [model, optimizer, gradients]
     if os.path.exists(saved):
         for part, state in zip(parts, torch.load(saved), strict=True):
