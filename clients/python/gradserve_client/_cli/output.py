@@ -80,8 +80,9 @@ def count(info: BufferInfo) -> str:
 
 
 def late(info: BufferInfo) -> list[str]:
-    """Return when the deadline of the epoch ends, and who is missing, as text that may be empty."""
-    return ["" if info.deadline_at is None else time(info.deadline_at), named(info.missing or ())]
+    """Return when the deadline of the epoch ends, and who is missing, as text. In an empty epoch nobody is late yet."""
+    missing = info.missing if info.count and info.missing else ()
+    return ["" if info.deadline_at is None else time(info.deadline_at), named(missing)]
 
 
 def contributors(counts: Mapping[str, int] | None) -> str:

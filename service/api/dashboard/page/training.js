@@ -49,8 +49,8 @@ export function runsOf(infos) {
 }
 
 /**
- * Return a run: its `infos` without bookkeeping; `behind`, the buffer whose epoch lacks most; its `gradients`, its
- * `losses`, and, if a graph is trained, its `parameters`.
+ * Return a run: its `infos` without bookkeeping; its `gradients`, its `losses`, and, if a graph is trained, its
+ * `parameters`; and `behind`, the gradient whose epoch lacks most, as losses may come more rarely.
  */
 function runOf(prefix, all) {
   const infos = all.filter(({ name }) => !isOwn(name));
@@ -60,14 +60,15 @@ function runOf(prefix, all) {
   const summed = infos.filter((info) => hasEpochs(info));
   const losses = summed.filter((info) => isLoss(info));
   const lacks = (a, b) => a.epoch - b.epoch || (progress(a) ?? 0) - (progress(b) ?? 0) || a.updated_at - b.updated_at;
-  const [behind] = (summed.length ? summed : infos).toSorted(lacks);
+  const gradients = isGraph ? taught : summed.filter((info) => !losses.includes(info));
+  const [behind] = [gradients, losses, infos].find((some) => some.length)?.toSorted(lacks) ?? [];
   return {
     name: prefix.replace(/(\.|::)$/, ""),
     prefix,
     infos,
     behind,
     losses,
-    gradients: isGraph ? taught : summed.filter((info) => !losses.includes(info)),
+    gradients,
     parameters: isGraph ? parameters : [],
     first: all.find(({ name }) => name === `${prefix}::first`),
     moved: infos.reduce((last, info) => Math.max(last, info.updated_at), 0),
