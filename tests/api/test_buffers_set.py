@@ -24,6 +24,7 @@ from tests.api.calls import add, as_file, create, fresh, loaded, metadata, ok, p
 from tests.api.headers import KEY, REPLAYED, SAFE
 from tests.serving import assert_problem, serving
 
+FAMILY = "Tests"
 RELU = {"dY": [1, 2], "X": [1, 1]}
 
 WEIGHTS = {"b": [1.0], "w": [2.0, 3.0]}

@@ -21,6 +21,7 @@ from tests.api.calls import as_file, create, loaded, ok, read, value
 from tests.api.headers import SAFE, TO_SAFETENSORS
 from tests.serving import assert_problem, serving
 
+FAMILY = "Tests"
 MAX_TENSORS = 200
 STEP, SPLIT, COPY = "/v1/ops/Step", "/v1/ops/Halves", "/v1/ops/Copy"
 

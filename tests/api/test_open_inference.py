@@ -18,6 +18,7 @@ from service.kernels._op import op
 from service.kernels._types import T
 from tests.serving import serving
 
+FAMILY = "Tests"
 INFER = "/v2/models/InPlaceAccumulatorV2/infer"
 RELU = "/v2/models/ReluGrad/infer"
 LENGTH = "Inference-Header-Content-Length"
