@@ -109,6 +109,7 @@ graphs: $(BENCH)/.bench $(VENV)/.dev  ## run the training graphs in FOLDER, whol
 
 screenshots: $(VENV)/.dev  ## make the screenshots of docs/images again, with Chromium
 	$(BIN)/python -m tests.dashboard.screenshots $(WHAT)
+	$(BIN)/python -m tests.dashboard.states
 
 movie: $(VENV)/.dev  ## make the moving picture docs/images/training.gif again, with Chromium
 	$(BIN)/python -m tests.dashboard.movie

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Locator, Page, Route, expect
+from playwright.sync_api import Error, Locator, Page, Route, expect
 
 from tests.dashboard.conftest import DESK, LOOKS, PHONE, Open, findings
 from tests.serving import delete_buffers, serving
@@ -43,21 +44,26 @@ def epoch(http: httpx.Client, run: str, value: float | str = 1.0) -> None:
         push(http, run, worker, value)
 
 
-def age(page: Page, run: str, seconds: float) -> None:
-    """Let the page read of a run what it would read these seconds after its last change, however late it asks."""
+def age(page: Page, runs: dict[str, float]) -> None:
+    """Let the page read of runs what it would read these seconds after their last change, however late it asks."""
 
     def answer(route: Route) -> None:
         fetched = route.fetch()
         found = fetched.json()
         for info in found["buffers"]:
-            if info["name"].startswith(run):
-                earlier = info["updated_at"] - (time.time() - seconds)
+            run = info["name"].partition(".")[0]
+            if run in runs:
+                earlier = info["updated_at"] - (time.time() - runs[run])
                 for name in ("updated_at", "closed_at"):
                     info[name] = info[name] and info[name] - earlier
                 info["missing_since"] = {each: at - earlier for each, at in (info["missing_since"] or {}).items()}
         route.fulfill(response=fetched, json=found)
 
-    page.route("**/v1/buffers?limit*", answer)
+    def answered(route: Route) -> None:
+        with suppress(Error):  # the page has left the view, or is closed
+            answer(route)
+
+    page.route("**/v1/buffers?limit*", answered)
 
 
 def row(page: Page, run: str) -> Locator:
@@ -96,13 +102,13 @@ def test_a_worker_that_is_not_in_is_named_with_its_time(open_page: Open, server:
     push(http, "dead", "rank0")
     push(http, "dead", "rank1")
     page = open_page("about:blank")
-    age(page, "dead", 10)
+    age(page, {"dead": 10})
     page.goto(server)
     line = row(page, "dead")
     expect(line.locator(".state")).to_have_text(re.compile(r"waiting for rank2 for 1\d s"))
     expect(line.locator(".out")).to_have_text(re.compile(r"rank2 1\d s is not in yet, since that time"))
     assert names(page) == ["calm", "dead", "zeal"]
-    age(page, "dead", 40)
+    age(page, {"dead": 40})
     expect(line.locator(".state.late")).to_have_text(re.compile(r"waiting for rank2 for 4\d s"))
     expect(line.locator(".out.slow")).to_have_text(re.compile(r"rank2 4\d s is missing, since that time"))
     assert names(page) == ["dead", "calm", "zeal"]
@@ -149,13 +155,13 @@ def test_runs_that_nobody_adds_to_are_folded(open_page: Open, server: str, http:
         epoch(http, run)
     push(http, "stopped", "rank0")
     page = open_page("about:blank")
-    age(page, "old", 900)
+    age(page, {"old": 900})
     page.goto(server)
     expect(row(page, "now")).to_be_visible()
     expect(row(page, "old")).not_to_be_visible()
     page.get_by_text("1 idle run").click()
     expect(row(page, "old").locator(".state")).to_have_text("idle for 15 min")
-    age(page, "stopped", 7300)
+    age(page, {"stopped": 7300})
     expect(row(page, "stopped").locator(".state")).to_have_text("stopped at 1 of 3, idle for 2 h")
 
 
