@@ -3,7 +3,8 @@
 import { h, mark, say, svg } from "./dom.js";
 import { kept } from "./grid.js";
 import { nonfinite } from "./known.js";
-import { bar, isLate, isWaiting, progress, setBar, stillFor } from "./progress.js";
+import { bar, isLate, isWaiting, progress, setBar } from "./progress.js";
+import { workersOf } from "./training.js";
 import * as words from "./words.js";
 
 const SPARK = { width: 52, height: 16 };
@@ -51,12 +52,12 @@ export function columnsOf({ statistics, norms, now }) {
       isUsed: (infos) => infos.some((info) => info.missing !== null),
       key: (row) => of(row).missing?.length ?? null,
       fill: (cell, row) => {
-        const behind = row.info ?? row.total.behind;
-        const still = behind.missing?.length ? stillFor(behind, now()) : null;
-        const names = still === null && !isLate(behind, now()) ? [] : behind.missing ?? [];
-        say(cell, words.missing(names) + (still === null ? "" : ` for ${words.span(still)}`));
+        const out = workersOf({ behind: row.info ?? row.total.behind }, now()).filter(({ since }) => since !== null);
+        const names = out.map(({ name }) => name);
+        const since = Math.max(...out.map((each) => each.since));
+        say(cell, out.length ? `${words.missing(names)} for ${words.span(since)}` : "");
         mark(cell, "title", names.length ? `${names.length} missing: ${names.slice(0, 100).join(", ")}` : null);
-        amber(cell, late(row));
+        amber(cell, out.some(({ kind }) => kind === "out slow"));
       },
     },
     plain("weight", "5.2rem", weight, { number: true }),
