@@ -31,7 +31,7 @@ def seen(url: str, secret: str) -> dict[str, Any]:
         buffers = client.get("/v1/buffers").json()["buffers"]
         values = {one["name"]: client.get(f"/v1/buffers/{one['name']}/value").json() for one in buffers}
         for one in buffers:
-            del one["updated_at"], one["expires_at"], one["closed_epochs"]
+            del one["updated_at"], one["expires_at"], one["closed_epochs"], one["closed_at"]
         return {one["name"]: (one, values[one["name"]]["value"]) for one in buffers}
 
 

@@ -296,9 +296,11 @@ def test_workers_count_together(tmp_path: Path) -> None:
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [2]})
         for _ in range(40):  # each on a new connection, which either process may accept
             httpx.post(f"{server.url}/v1/buffers/a/accumulate", json={"gradient": [1, 2]})
+        counted = {"route": "accumulate", "status": "200"}  # a request counts once its answer is sent
+        wait_until(lambda: of(scraped(server.url, store="disk"), "gradserve_requests_total", **counted) == 40)
         for _ in range(3):
             samples = scraped(server.url, store="disk")
-            assert of(samples, "gradserve_requests_total", route="accumulate", status="200") == 40
+            assert of(samples, "gradserve_requests_total", **counted) == 40
             assert of(samples, "gradserve_commit_requests_sum") == 41
             assert of(samples, "gradserve_workers") == 2
             assert of(samples, "gradserve_buffers") == 1

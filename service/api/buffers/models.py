@@ -77,7 +77,7 @@ class Metadata(_Rules):
     created_at: float = Field(description="Seconds since 1970.")
     updated_at: float
     expires_at: float | None
-    closed_at: float | None = Field(description="When the last epoch closed; null before.")
+    closed_at: float | None = Field(description="When the last epoch closed; null before, and after an import.")
     deadline_at: float | None = Field(description="When the deadline of this epoch ends; null before its first add.")
     contributors_in: dict[str, int] = Field(description="Gradients of each contributor in this epoch.")
     missing: list[str] | None = Field(
