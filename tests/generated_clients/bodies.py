@@ -46,14 +46,15 @@ def _parameters(path: str) -> int:
 
 def _requests(script: str) -> Iterator[tuple[str, str, Any]]:
     """Yield the path, the method and the body of each curl command with a body in JSON."""
-    variables = dict(re.findall(r"^(\w)=(http\S+)", script, re.MULTILINE))
+    variables = dict(re.findall(r"^(\w+)=(http\S+)", script, re.MULTILINE))
     words = shlex.split(script)
     starts = [place for place, word in enumerate(words) if word.endswith("curl")]
     for start, end in pairwise([*starts, len(words)]):
         command = words[start:end]
         if "-d" in command and (body := command[command.index("-d") + 1].rstrip(";)")).startswith("{"):
-            url = next(word for word in command if re.match(r"http://|\$[A-Z]\b", word))
-            url = re.sub(r"\$([A-Z])", lambda name: variables[name[1]], url)
+            pairs = pairwise(command)
+            url = next(word for before, word in pairs if before != "-H" and re.match(r"http://|\$\w", word))
+            url = re.sub(r"\$(\w+)", lambda name: variables.get(name[1], "http://set.before"), url)
             method = command[command.index("-X") + 1] if "-X" in command else "POST"
             yield re.sub(r"^http://[^/]*|\?.*", "", url), method.lower(), json.loads(body)
 
