@@ -56,7 +56,9 @@ def test_a_graph_is_listed_and_its_run_is_followed(open_page: Open, run: str, ht
     page = open_page(f"{run}#/graphs")
     expect(page.get_by_role("row", name="net training 2 2")).to_contain_text("ago")
     assert findings(page) == []
-    page.get_by_role("link", name="net").press("Enter")
+    page.get_by_role("navigation").get_by_role("link", name="Operators").click()
+    expect(page.locator(".family", has_text="Graphs")).to_contain_text("net")
+    page.get_by_role("link", name="net", exact=True).press("Enter")
     expect(page.get_by_role("heading", level=1)).to_have_text("net")
     expect(page.locator(".title")).to_contain_text("trainingloss MSELoss2 nodes2 parameters")
     nodes, tensors = (page.get_by_role("group", name=name) for name in ("Nodes by kind", "Inputs and outputs"))

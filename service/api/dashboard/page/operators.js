@@ -1,19 +1,20 @@
-// All operators by family, and what is not served; with a name in the address, one of them.
+// All operators by family, the graphs, and what is not served; with a name in the address, one of them.
 
 import { h, prose, put, say } from "./dom.js";
-import { many } from "./words.js";
+import { many, size } from "./words.js";
 
 export async function show(main, { api, caller, signal, parameters }) {
   const { operators, not_served: others } = await api.get("v1/ops", { signal });
   const families = [...Map.groupBy(operators, (each) => each.family)].sort(([a], [b]) => a.localeCompare(b));
-  if (parameters.name === null) return showAll(main, families, others);
+  if (parameters.name === null) return showAll(main, families, await api.all("graphs", { signal }), others);
   const operator = operators.find((each) => each.name === parameters.name);
   const { show: showOne } = await import("./operator.js");
   return showOne(main, { api, signal, families, operator, name: parameters.name, keys: caller.keys });
 }
 
-function showAll(main, families, others) {
+function showAll(main, families, graphs, others) {
   const groups = families.map(([family, operators]) => group("section", family, operators.map(rowOf)));
+  const models = group("section", "Graphs", graphs.map(graphOf));
   const rest = group("details", "Not served", others.map(restOf));
   const none = h("p", { class: "muted" }, "No operator has these letters in its name, family or formula.");
   const count = h("span", { class: "muted", role: "status" });
@@ -23,14 +24,14 @@ function showAll(main, families, others) {
     const text = search.value.trim().toLowerCase();
     const shown = groups.reduce((all, each) => all + each.find(text), 0);
     say(count, many(shown, "operator"));
-    none.hidden = rest.find(text) + shown > 0;
+    none.hidden = rest.find(text) + models.find(text) + shown > 0;
     rest.element.open = text !== "";
   }
   find();
   put(
     main,
     h("div", { class: "line top" }, h("h1", {}, "Operators"), count, search),
-    [...groups, rest].map((each) => each.element),
+    [...groups, models, rest].map((each) => each.element),
     none,
   );
 }
@@ -66,6 +67,11 @@ function rowOf(operator) {
       h("p", { class: "muted signature mono" }, signature(operator)),
     ),
   };
+}
+
+function graphOf({ name, bytes }) {
+  const link = h("a", { href: `#/graphs/${encodeURIComponent(name)}` }, name);
+  return { words: name.toLowerCase(), element: h("li", {}, link, h("p", { class: "muted" }, size(bytes))) };
 }
 
 function restOf({ name, why }) {
