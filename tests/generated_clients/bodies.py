@@ -54,7 +54,7 @@ def _requests(script: str) -> Iterator[tuple[str, str, Any]]:
         if "-d" in command and (body := command[command.index("-d") + 1].rstrip(";)")).startswith("{"):
             pairs = pairwise(command)
             url = next(word for before, word in pairs if before != "-H" and re.match(r"http://|\$\w", word))
-            url = re.sub(r"\$(\w+)", lambda name: variables.get(name[1], "http://set.before"), url)
+            url = re.sub(r"\$([A-Z]+)", lambda name: variables.get(name[1], "http://set.before"), url)
             method = command[command.index("-X") + 1] if "-X" in command else "POST"
             yield re.sub(r"^http://[^/]*|\?.*", "", url), method.lower(), json.loads(body)
 
