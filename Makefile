@@ -14,11 +14,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := -m pip install --quiet --editable
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 IN_FOUR := -n 4 --dist worksteal
-HEAVY := dashboard examples faults clients/torch clients/arrays $(addsuffix .py,\
-  $(addprefix test_,transfer transfer_postgres doctor doctor_postgres) $(addprefix kernels/test_,gru blocks properties) \
+HEAVY := dashboard examples faults clients/torch clients/arrays graphs/gradients $(addsuffix .py,\
+  $(addprefix test_,end_to_end transfer transfer_postgres doctor doctor_postgres) \
+  $(addprefix kernels/test_,gru blocks properties) $(addprefix clients/test_,rows tensors) graphs/test_layers \
   $(addprefix buffers/test_,state_machine room lmdb_map lmdb_pages) $(addprefix api/test_,fuzz schema) \
   codecs/test_same_bits)
 QUICK := $(addprefix --ignore=tests/,$(HEAVY)) -m 'not processes'
+LIGHT := $(addprefix tests/,$(addsuffix %,api buffers codecs deploy engine host kernels)) service%
+NEEDED := $(VENV)/.$(if $(filter-out $(LIGHT),$(or $(filter tests% service%,$(WHAT)),all)),frameworks,dev)
 # For Linux alone. Later releases of tritonclient come without the program.
 PERF_ANALYZER := tritonclient==2.46.0 nvidia-cuda-runtime-cu12==12.9.79
 WHAT ?=
@@ -35,12 +38,12 @@ run: $(VENV)/.run  ## serve on 127.0.0.1:8000 (GRADSERVE_HOST, GRADSERVE_PORT)
 check: lint  ## lint and most tests, for every edit: none with server processes, and none that HEAVY lists
 	$(PYTEST) $(IN_FOUR) $(QUICK)
 
-test: $(VENV)/.dev  ## run every test in four processes, or WHAT="tests/codecs/test_json.py -k name" in one
+test: $(NEEDED)  ## run every test in four processes, or WHAT="tests/codecs/test_json.py -k name" in one
 	$(PYTEST) $(or $(WHAT),$(IN_FOUR))
 
 peers: $(VENV)/.peers  ## install KServe's client, with a hundred packages, and NVIDIA's perf_analyzer, so that make test tries them, too
 
-test-faults: $(VENV)/.dev  ## long runs of the tests that kill servers, fill disks and cut power
+test-faults: $(VENV)/.frameworks  ## long runs of the tests that kill servers, fill disks and cut power
 	GRADSERVE_FAULTS=long $(PYTEST) -o faulthandler_timeout=3600 tests/faults $(WHAT)
 
 openapi: $(VENV)/.dev $(NODE)/.installed  ## lint the OpenAPI document with Redocly and Spectral
@@ -51,11 +54,11 @@ openapi: $(VENV)/.dev $(NODE)/.installed  ## lint the OpenAPI document with Redo
 clients: $(VENV)/.dev $(NODE)/.installed $(CLIENTS)/.installed  ## generate clients in TypeScript, Go, Python and Java, and call a server
 	GRADSERVE_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/python -m pytest -n 2 tests/generated_clients $(WHAT)
 
-fuzz: $(VENV)/.dev  ## decode damaged and compressed bodies for SECONDS=60, then send random requests, hostile calls, damaged models and random changes of buffers
+fuzz: $(VENV)/.frameworks  ## decode damaged and compressed bodies for SECONDS=60, then send random requests, hostile calls, damaged models and random changes of buffers
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)
 	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/kernels/test_hostile.py tests/graphs/test_hostile_models.py tests/graphs/onnx_suite.py tests/api/test_schema.py tests/api/test_fuzz.py tests/buffers/test_state_machine.py tests/faults/test_state_machine.py
 
-examples: $(VENV)/.dev  ## train through the service: processes that share, join and die, a GRU, a bad network, local steps, JAX, scikit-learn, a notebook
+examples: $(VENV)/.frameworks  ## train through the service: processes that share, join and die, a GRU, a bad network, local steps, JAX, scikit-learn, a notebook
 	$(BIN)/python examples/digits_data_parallel.py
 	$(BIN)/python examples/gru_rows.py
 	$(BIN)/python examples/torch_micro_batches.py
@@ -102,16 +105,16 @@ soak: $(BENCH)/.bench  ## overload the server for three minutes, then abandon re
 golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels and PyTorch again for the answers in tests/golden: FAMILY=NAME for one module of kernels
 	$(BENCH)/bin/python -m tests.golden.make $(FAMILY)
 
-graphs: $(BENCH)/.bench $(VENV)/.dev  ## run the training graphs in FOLDER, whole, and each training node of them; tests/golden/make_graphs.py says what FOLDER has
+graphs: $(BENCH)/.bench $(VENV)/.frameworks  ## run the training graphs in FOLDER, whole, and each training node of them; tests/golden/make_graphs.py says what FOLDER has
 	$(BENCH)/bin/python -m tests.golden.make_graphs $(FOLDER) --all build/graphs
 	GRADSERVE_GRAPHS=build/graphs $(BIN)/python -m pytest -q tests/api/test_graphs.py
 	GRADSERVE_GRAPHS_FOLDER=$(FOLDER) $(BIN)/python -m pytest -q tests/graphs/test_training.py
 
-screenshots: $(VENV)/.dev  ## make the screenshots of docs/images again, with Chromium
+screenshots: $(VENV)/.frameworks  ## make the screenshots of docs/images again, with Chromium
 	$(BIN)/python -m tests.dashboard.screenshots $(WHAT)
 	$(BIN)/python -m tests.dashboard.states
 
-movie: $(VENV)/.dev  ## make the moving picture docs/images/training.gif again, with Chromium
+movie: $(VENV)/.frameworks  ## make the moving picture docs/images/training.gif again, with Chromium
 	$(BIN)/python -m tests.dashboard.movie
 
 docs: $(VENV)/.dev  ## generate the tables of the documents and the modules of the client
@@ -147,7 +150,7 @@ packages: $(VENV)/.dev $(PACKAGES)/.packages  ## build the wheels and sdists int
 
 lock:  ## update constraints.txt to the newest versions that fit
 	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
-	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,peers,bench,site,packages]' './clients/python[cli]'
+	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,frameworks,peers,bench,site,packages]' './clients/python[cli]'
 	$(VENV)-lock/bin/python -m pip freeze --all | grep -E '^[A-Za-z0-9._-]+==' | grep -vE '^(pip|gradserve|gradserve-client)==' | sed 's/+.*//' > constraints.txt
 	rm -rf $(VENV)-lock build clients/python/build
 
@@ -162,8 +165,13 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
-	@echo "installing what the tests need into $(VENV), once: some minutes"
+	@echo "installing what lint and most tests need into $(VENV), once: about a minute"
 	@$(BIN)/python $(PIP) '.[dev]' --editable './clients/python[cli]'
+	@touch $@
+
+$(VENV)/.frameworks: $(VENV)/.dev
+	@echo "installing PyTorch, JAX and scikit-learn into $(VENV), once: some minutes, 5 GB"
+	@$(BIN)/python $(PIP) '.[dev,frameworks]'
 	@touch $@
 
 $(VENV)/.peers: $(VENV)/.dev

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import httpx
 import numpy as np
-from sklearn.datasets import load_digits
 
 from service.dtypes import Array
 from tests.kernels.gru_reference import gru, gru_gradient
@@ -20,6 +19,13 @@ STEPS = 20
 RATE = 0.5
 IMAGES = 64  # for the GRU
 HIDDEN = 8
+
+
+def loaded() -> Any:
+    """Return scikit-learn's digits. Its import takes as long as the test, and each process collects this module."""
+    from sklearn.datasets import load_digits
+
+    return load_digits()
 
 
 class Call(Protocol):
@@ -70,7 +76,7 @@ def head(call: Call, logits: Array, labels: Array) -> tuple[float, Array]:
 
 def train(call: Call) -> list[float]:
     """Return the cross-entropy before each step of gradient descent."""
-    digits = load_digits()
+    digits = loaded()
     images = (digits.data / 16).astype(np.float32)
     weights, losses = np.zeros((images.shape[1], 10), np.float32), []
     for _ in range(STEPS):
@@ -85,7 +91,7 @@ def train_gru(call: Call, dtype: type[np.floating[Any]]) -> list[float]:
 
     The classifier reads the GRU's last and mean states.
     """
-    digits, random = load_digits(), np.random.default_rng(0)
+    digits, random = loaded(), np.random.default_rng(0)
     X = (digits.images[:IMAGES] / 16).swapaxes(0, 1).astype(dtype)
     shapes = {"W": (2, 3 * HIDDEN, 8), "R": (2, 3 * HIDDEN, HIDDEN), "B": (2, 6 * HIDDEN)}
     weights = {name: random.normal(0, 0.3, shape).astype(dtype) for name, shape in shapes.items()}

@@ -31,8 +31,9 @@ def python(tmp_path: Path) -> Path:
     return path
 
 
-def make(target: str, python: Path) -> list[str]:
-    command = ["make", "--no-print-directory", target, f"PYTHON={python}", f"VENV={python.parent}/venv"]
+def make(target: str, python: Path, **variables: str) -> list[str]:
+    given = {"PYTHON": python, "VENV": python.parent / "venv", **variables}
+    command = ["make", "--no-print-directory", "--silent", target, *(f"{name}={one}" for name, one in given.items())]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.splitlines()
@@ -44,10 +45,17 @@ def test_make_run_says_what_it_installs_before_it_does_and_only_once(python: Pat
     assert make("run", python) == ["gradserve serve "]
 
 
-def test_what_tests_need_is_announced_too(python: Path) -> None:
-    make("run", python)
-    said = f"installing what the tests need into {python.parent}/venv, once: some minutes"
-    assert make(f"{python.parent}/venv/.dev", python) == [said, "python -m pip"]
+@pytest.mark.parametrize(
+    ("what", "installed"),
+    [("", True), ("-k nan", True), ("tests/codecs tests/clients", True), ("tests/codecs tests/api/test_ops.py", False)],
+)
+def test_what_tests_need_is_announced_too(python: Path, what: str, installed: bool) -> None:
+    """Only tests that train need frameworks."""
+    folder = f"{python.parent}/venv, once"
+    _, _, said, did, *more, tests = make("test", python, WHAT=what)
+    assert (said, did) == (f"installing what lint and most tests need into {folder}: about a minute", "python -m pip")
+    frameworks = [f"installing PyTorch, JAX and scikit-learn into {folder}: some minutes, 5 GB", "python -m pip"]
+    assert (more, tests) == (frameworks * installed, "python -m pytest")
 
 
 def test_mypy_leaves_build_folders_alone(tmp_path: Path) -> None:

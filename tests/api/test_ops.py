@@ -24,39 +24,33 @@ def relu(client: httpx.Client, dY: Any, X: Any) -> Any:
     return run(client, "ReluGrad", dY=dY, X=X)["dX"]
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("ReluGard", "ReluGrad"),
-        ("relugrad", "ReluGrad"),
-        ("TanhGrd", "TanhGrad"),
-        ("gru_training", "GRUTraining"),
-        ("SoftmaxGrad13", "SoftmaxGrad_13"),
-        *((other, None) for other in ("CosGrad", "SeluGrad", "NoSuchGrad", "G", "Grad", "grad")),
-    ],
-)
-def test_only_a_close_name_is_suggested(client: httpx.Client, name: str, meant: str | None) -> None:
+ELSEWHERE = "{} is an operator of {}, but not served here."
+UNKNOWN = {
+    **{
+        name: f"This server has no operator '{name}'. Did you mean {meant}?"
+        for name, meant in {
+            "ReluGard": "ReluGrad",
+            "relugrad": "ReluGrad",
+            "TanhGrd": "TanhGrad",
+            "gru_training": "GRUTraining",
+            "SoftmaxGrad13": "SoftmaxGrad_13",
+        }.items()
+    },
+    **{name: f"This server has no operator '{name}'." for name in "CosGrad SeluGrad NoSuchGrad G Grad grad".split()},
+    "Relu": f"{ELSEWHERE.format('Relu', 'ONNX')} Did you mean ReluGrad?",
+    "MatMul": ELSEWHERE.format("MatMul", "ONNX"),
+    **{name: ELSEWHERE.format(name, "ONNX Runtime") for name in ("LambOptimizer", "GistBinarizeEncoder")},
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_operator_and_what_may_be_meant(client: httpx.Client, name: str) -> None:
     """Most operators end in Grad: that alone makes no name close."""
-    hint = "" if meant is None else f" Did you mean {meant}?"
-    detail = f"This server has no operator '{name}'.{hint} GET /v1/ops lists all"
+    detail = f"{UNKNOWN[name]} GET /v1/ops lists all"
     for answer in (client.post(f"/v1/ops/{name}", json={}), client.get(f"/v1/ops/{name}")):
         assert assert_problem(answer, 404, "unknown_operator")["detail"] == detail
-
-
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("Relu", "Relu is an operator of ONNX, but not served here. Did you mean ReluGrad?"),
-        ("MatMul", "MatMul is an operator of ONNX, but not served here."),
-        ("LambOptimizer", "LambOptimizer is an operator of ONNX Runtime, but not served here."),
-        ("GistBinarizeEncoder", "GistBinarizeEncoder is an operator of ONNX Runtime, but not served here."),
-    ],
-)
-def test_an_operator_that_exists_elsewhere(client: httpx.Client, name: str, fault: str) -> None:
-    for answer in (client.post(f"/v1/ops/{name}", json={}), client.get(f"/v1/ops/{name}")):
-        assert assert_problem(answer, 404, "unknown_operator")["detail"] == f"{fault} GET /v1/ops lists all"
     for answer in (client.post(f"/v2/models/{name}/infer", json={}), client.get(f"/v2/models/{name}")):
-        assert (answer.status_code, answer.json()) == (404, {"error": f"{fault} GET /v1/ops lists all"})
+        assert (answer.status_code, answer.json()) == (404, {"error": detail})
 
 
 def test_each_operator_has_a_family(client: httpx.Client) -> None:
@@ -78,42 +72,67 @@ def test_the_list_says_what_is_not_served(client: httpx.Client) -> None:
         assert detail.startswith(f"{name} is an operator of ONNX Runtime, but not served here.")
 
 
-def test_a_tensor_may_be_a_list_or_a_scalar(client: httpx.Client) -> None:
-    assert relu(client, [[1, 2.5]], [[3, -1]]) == {"dtype": "float32", "shape": [1, 2], "data": [[1.0, 0.0]]}
-    assert relu(client, 5, 1) == {"dtype": "float32", "shape": [], "data": 5.0}
+def form(data: Any, *shape: int, dtype: str = "float32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [*shape], "base64" if isinstance(data, str) else "data": data}
 
 
-def test_a_tensor_may_be_an_object_with_dtype_and_shape(client: httpx.Client) -> None:
-    dY = {"dtype": "float64", "data": [0.1, 0.2]}
-    X = {"dtype": "float64", "shape": [2], "data": [1, 1]}
-    assert relu(client, dY, X) == {"dtype": "float64", "shape": [2], "data": [0.1, 0.2]}
+def pair(dY: Any, X: Any) -> dict[str, Any]:
+    return {"dY": dY, "X": X}
 
 
-@pytest.mark.parametrize(
-    ("tensor", "shape"),
-    [
-        ([], [0]),
-        ([[], []], [2, 0]),
-        ({"shape": [0, 3], "data": []}, [0, 3]),
-        ({"shape": [2, 0, 3], "data": [[], []]}, [2, 0, 3]),
-        ({"shape": [2, 0], "base64": ""}, [2, 0]),
-    ],
-)
-def test_an_empty_tensor_keeps_its_shape(client: httpx.Client, tensor: Any, shape: list[int]) -> None:
-    answer = relu(client, tensor, tensor)
-    assert answer["shape"] == shape
-    assert relu(client, answer, answer) == answer
+BITS = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800000], np.uint32)
+EXACT, ONE = form(base64.b64encode(BITS.tobytes()).decode(), 5), form("AACAPw==", 1)
+WIDE = {"dtype": "float64", "data": [0.1, 0.2]}
+LOST = ["NaN", "Infinity", "-Infinity", 1]
+LEAKY, GRAD = {"dY": [2.0], "Y": [-1.0]}, {"shape": [3, 2], "grad": [[1, 2], [3, 4]]}
+SOFTMAX = {"dY": [[1, 2], [3, 4]], "Y": [[0.5, 0.25], [0.5, 0.75]]}
+GATHERED = form([[3.0, 4.0], [0.0, 0.0], [1.0, 2.0]], 3, 2)
+ALONG_LAST, ALONG_FIRST = [[0.0, 0.25], [-0.75, -0.375]], [[-0.5, -0.375], [0.5, 0.375]]
+ANSWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "a list": ("ReluGrad", {}, pair([[1, 2.5]], [[3, -1]]), {"dX": form([[1.0, 0.0]], 1, 2)}),
+    "a scalar": ("ReluGrad", {}, pair(5, 1), {"dX": form(5.0)}),
+    "an object": ("ReluGrad", {}, pair(WIDE, form([1, 1], 2, dtype="float64")), {"dX": {**WIDE, "shape": [2]}}),
+    "empty": ("ReluGrad", {}, pair([], []), {"dX": form([], 0)}),
+    "empty rows": ("ReluGrad", {}, pair([[], []], [[], []]), {"dX": form([], 2, 0)}),
+    "no rows": ("ReluGrad", {}, dict.fromkeys(("dY", "X"), {"shape": [0, 3], "data": []}), {"dX": form([], 0, 3)}),
+    "deep": ("ReluGrad", {}, pair(form([[], []], 2, 0, 3), form([[], []], 2, 0, 3)), {"dX": form([], 2, 0, 3)}),
+    "empty base64": ("ReluGrad", {}, pair(form("", 2, 0), form("", 2, 0)), {"dX": form("", 2, 0)}),
+    "many empty rows": ("ReluGrad", {}, pair(form([], 1 << 60, 0), form([], 1 << 60, 0)), {"dX": form([], 1 << 60, 0)}),
+    "not finite": ("ReluGrad", {}, pair(LOST, [1] * 4), {"dX": form([*LOST[:3], 1.0], 4)}),
+    "stopped": ("ReluGrad", {}, pair(LOST, [0, 0, "NaN", "-Infinity"]), {"dX": form([0.0] * 4, 4)}),
+    "bit exact": ("ReluGrad", {}, pair(EXACT, [1] * 5), {"dX": EXACT}),
+    "the form of the request": ("ReluGrad", {}, pair(form("", 0), []), {"dX": form("", 0)}),
+    "base64": ("ReluGrad", {}, pair(ONE, [1]), {"dX": ONE}),
+    "a list, asked for": ("ReluGrad", {"encoding": "list"}, pair(ONE, ONE), {"dX": form([1.0], 1)}),
+    "base64, asked for": ("ReluGrad", {"encoding": "base64"}, pair([1], [1]), {"dX": ONE}),
+    "no axis": ("SoftmaxGrad_13", {}, SOFTMAX, {"dX": form(ALONG_LAST, 2, 2)}),
+    "the last axis": ("SoftmaxGrad_13", {"axis": 1}, SOFTMAX, {"dX": form(ALONG_LAST, 2, 2)}),
+    "the first axis": ("SoftmaxGrad_13", {"axis": 0}, SOFTMAX, {"dX": form(ALONG_FIRST, 2, 2)}),
+    "a number": ("LeakyReluGrad", {"alpha": 0.5}, LEAKY, {"dX": form([1.0], 1)}),
+    "nan": ("LeakyReluGrad", {"alpha": "nan"}, LEAKY, {"dX": form(["NaN"], 1)}),
+    "int64": ("GatherGrad", {}, {**GRAD, "indices": [2, -3]}, {"output": GATHERED}),
+    "int32": ("GatherGrad", {}, {**GRAD, "indices": {"dtype": "int32", "data": [2, -3]}}, {"output": GATHERED}),
+    "two outputs": (
+        "InPlaceAccumulatorV2",
+        {},
+        {"gradient_buffer": [1, 2], "gradient": [10], "overwrite": True},
+        {"updated": form([True], 1, dtype="bool"), "accumulated_gradient": form([10.0, 10.0], 2)},
+    ),
+    "two lists": (
+        "BroadcastGradientArgs",
+        {},
+        {"A_shape": [4, 5], "B_shape": [2, 3, 4, 5]},
+        {"A_axes": form([1, 0], 2, dtype="int64"), "B_axes": form([], 0, dtype="int64")},
+    ),
+}
 
 
-def test_a_huge_number_of_empty_rows_is_cheap(client: httpx.Client) -> None:
-    rows = {"shape": [1 << 60, 0], "data": []}
-    assert relu(client, rows, rows) == {"dtype": "float32", **rows}
-
-
-def test_nonfinite_numbers_travel_as_strings(client: httpx.Client) -> None:
-    dY = ["NaN", "Infinity", "-Infinity", 1]
-    assert relu(client, dY, [1, 1, 1, 1])["data"] == ["NaN", "Infinity", "-Infinity", 1.0]
-    assert relu(client, dY, [0, 0, "NaN", "-Infinity"])["data"] == [0.0, 0.0, 0.0, 0.0]
+@pytest.mark.parametrize("case", ANSWERS)
+def test_forms_of_tensors_and_answers(client: httpx.Client, case: str) -> None:
+    op, params, tensors, outputs = ANSWERS[case]
+    assert run(client, op, params, **tensors) == outputs
+    if op == "ReluGrad" and 0 in outputs["dX"]["shape"]:
+        assert relu(client, outputs["dX"], outputs["dX"]) == outputs["dX"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -123,50 +142,6 @@ def test_an_answer_can_be_sent_back_as_input(client: httpx.Client, dtype: str) -
     )
     assert first["dtype"] == dtype
     assert relu(client, first, {"dtype": dtype, "data": [[1, 1, 1, 1]]}) == first
-
-
-def test_base64_is_bit_exact(client: httpx.Client) -> None:
-    bits = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800000], np.uint32)
-    dY = {"dtype": "float32", "shape": [5], "base64": base64.b64encode(bits.tobytes()).decode()}
-    answer = relu(client, dY, [1, 1, 1, 1, 1])
-    assert answer == dY
-
-
-def test_the_answer_has_the_form_of_the_request_unless_asked_otherwise(client: httpx.Client) -> None:
-    empty = {"dtype": "float32", "shape": [0], "base64": ""}
-    assert relu(client, empty, []) == empty
-    one = {"dtype": "float32", "shape": [1], "base64": "AACAPw=="}
-    assert relu(client, one, [1]) == one
-    as_list = {"dtype": "float32", "shape": [1], "data": [1.0]}
-    assert run(client, "ReluGrad", {"encoding": "list"}, dY=one, X=one)["dX"] == as_list
-    assert run(client, "ReluGrad", {"encoding": "base64"}, dY=[1], X=[1])["dX"] == one
-
-
-def test_attributes_are_query_parameters(client: httpx.Client) -> None:
-    dY, Y = [[1, 2], [3, 4]], [[0.5, 0.25], [0.5, 0.75]]
-    along_last = run(client, "SoftmaxGrad_13", dY=dY, Y=Y)["dX"]["data"]
-    assert along_last == run(client, "SoftmaxGrad_13", {"axis": 1}, dY=dY, Y=Y)["dX"]["data"]
-    assert along_last != run(client, "SoftmaxGrad_13", {"axis": 0}, dY=dY, Y=Y)["dX"]["data"]
-    assert run(client, "LeakyReluGrad", {"alpha": 0.5}, dY=[2.0], Y=[-1.0])["dX"]["data"] == [1.0]
-    assert run(client, "LeakyReluGrad", {"alpha": "nan"}, dY=[2.0], Y=[-1.0])["dX"]["data"] == ["NaN"]
-
-
-def test_indices_may_be_int32_or_int64(client: httpx.Client) -> None:
-    grad = [[1, 2], [3, 4]]
-    for indices in ([2, -3], {"dtype": "int32", "data": [2, -3]}):
-        answer = run(client, "GatherGrad", shape=[3, 2], indices=indices, grad=grad)
-        assert answer["output"]["data"] == [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0]]
-
-
-def test_an_operator_may_have_several_outputs(client: httpx.Client) -> None:
-    answer = run(client, "InPlaceAccumulatorV2", gradient_buffer=[1, 2], gradient=[10], overwrite=True)
-    assert answer == {
-        "updated": {"dtype": "bool", "shape": [1], "data": [True]},
-        "accumulated_gradient": {"dtype": "float32", "shape": [2], "data": [10.0, 10.0]},
-    }
-    axes = run(client, "BroadcastGradientArgs", A_shape=[4, 5], B_shape=[2, 3, 4, 5])
-    assert [axes[name]["data"] for name in ("A_axes", "B_axes")] == [[1, 0], []]
-    assert axes["B_axes"] == {"dtype": "int64", "shape": [0], "data": []}
 
 
 def test_the_number_of_threads_does_not_change_the_bytes() -> None:
@@ -196,18 +171,17 @@ def test_a_body_may_be_chunked(client: httpx.Client) -> None:
     assert answer.json()["dX"]["data"] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON", None])
-def test_content_types_that_are_json(client: httpx.Client, content_type: str | None) -> None:
-    headers = {} if content_type is None else {"Content-Type": content_type}
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *({"Content-Type": one} for one in ("application/json; charset=utf-8", "Application/JSON")),
+        {},
+        *({"Accept": one} for one in ("*/*", "application/*", "text/html, application/json;q=0.9", "APPLICATION/JSON")),
+    ],
+)
+def test_headers_that_mean_json(client: httpx.Client, headers: dict[str, str]) -> None:
     answer = client.post("/v1/ops/ReluGrad", content=b'{"dY": 1, "X": 1}', headers=headers)
-    assert answer.status_code == 200
-
-
-@pytest.mark.parametrize("accept", ["*/*", "application/*", "text/html, application/json;q=0.9", "APPLICATION/JSON"])
-def test_an_accept_header_that_allows_json_is_accepted(client: httpx.Client, accept: str) -> None:
-    answer = client.post("/v1/ops/ReluGrad", json={"dY": 1, "X": 1}, headers={"Accept": accept})
-    assert answer.status_code == 200
-    assert answer.headers["content-type"] == "application/json"
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
 
 
 def test_the_operators_are_listed(client: httpx.Client) -> None:

@@ -502,8 +502,7 @@ def test_the_readme_is_true(server: Client, tmp_path: Path) -> None:
     ("typed", "found"),
     [("buf", {"buffers"}), ("buffers s", {"save", "set", "set-rules", "show"}), ("buffers rm --pre", {"--prefix"})],
 )
-def test_it_completes_commands_in_a_shell(typed: str, found: set[str]) -> None:
+def test_it_completes_commands_in_a_shell(call: Call, typed: str, found: set[str]) -> None:
     asked = {"COMP_WORDS": f"gradserve-client {typed}", "COMP_CWORD": str(len(typed.split()))}
-    given = {**os.environ, "_GRADSERVE_CLIENT_COMPLETE": "complete_bash", **asked}
-    done = subprocess.run([COMMAND], env=given, capture_output=True, text=True, timeout=60)
-    assert set(done.stdout.split()) == found, done.stderr
+    done = call("", _GRADSERVE_CLIENT_COMPLETE="complete_bash", **asked)
+    assert set(done.out.split()) == found, done.err

@@ -13,7 +13,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 
 
 def read() -> Any:
-    return nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+    return nbformat.read(NOTEBOOK, as_version=4)
 
 
 def executed(**variables: str) -> Any:
@@ -28,4 +28,4 @@ def executed(**variables: str) -> Any:
 
 
 if __name__ == "__main__":
-    nbformat.write(executed(), NOTEBOOK)  # type: ignore[no-untyped-call]
+    nbformat.write(executed(), NOTEBOOK)

@@ -14,8 +14,7 @@ from gradserve_client import Client
 from tests.serving import serving
 from tests.zygote import Forked
 
-ROOT = Path(__file__).parents[2]
-
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 PRELOADED = ("gradserve_client.torch", "torch._dynamo", "sklearn.datasets")
 """What the examples import, which takes longer than all else in a short run."""
@@ -23,7 +22,7 @@ PRELOADED = ("gradserve_client.torch", "torch._dynamo", "sklearn.datasets")
 
 def run(example: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Run the example in a process that has imported PyTorch and scikit-learn. A warning fails the run."""
-    path = str(ROOT / "examples" / f"{example}.py")
+    path = str(EXAMPLES / f"{example}.py")
     with tempfile.TemporaryDirectory() as directory:
         out, log = Path(directory) / "out", Path(directory) / "log"
         running = Forked(path, os.environ, log, arguments=options, out=str(out), preloaded=PRELOADED)

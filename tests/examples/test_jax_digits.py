@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from service.buffers import changes
-from tests.examples.running import run, shared
+from tests.examples.running import EXAMPLES, run, shared
 from tests.serving import serving
 
 
@@ -23,9 +26,13 @@ def test_the_example_trains_as_one_process_does() -> None:
 
 
 def test_the_example_fails_if_a_gradient_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers are threads of this process here."""
     count = itertools.count()
     monkeypatch.setattr(changes, "adds_nothing", lambda gradient: next(count) == 50)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    jax_digits = importlib.import_module("jax_digits")
+    monkeypatch.setattr(jax_digits, "ProcessPoolExecutor", lambda workers, **_: ThreadPoolExecutor(workers))
     with serving() as url:
-        done = run("jax_digits", "--steps", "10", "--url", url)
-    assert done.returncode == 1
-    assert "The parameters are not those of one process" in done.stderr
+        monkeypatch.setattr(sys, "argv", ["jax_digits", "--steps", "10", "--url", url])
+        with pytest.raises(SystemExit, match="The parameters are not those of one process"):
+            jax_digits.main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,8 @@ def _shown(output: Any) -> Any:
     return {**data, "image/png": "..."} if "image/png" in data else data
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["a server of its own", "a named server"])
-def test_it_prints_what_is_committed(given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_prints_what_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    for name in [name for name in os.environ if name.startswith("GRADSERVE_")]:
-        monkeypatch.delenv(name)
-    if not given:
-        assert outputs(executed()) == outputs(read())
-        return
     with shared("weight") as url:
         assert outputs(executed(GRADSERVE_URL=url)) == outputs(read())
 

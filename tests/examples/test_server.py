@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
+from tests.examples.running import EXAMPLES
 from tests.serving import serving
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 SHOW = """
 import sys, _server

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import os
 
-collect_ignore_glob = ["programs/*"] if "GRADSERVE_CLIENTS" in os.environ else ["*"]
+collect_ignore_glob = [] if "GRADSERVE_CLIENTS" in os.environ else ["*"]

@@ -1,10 +1,14 @@
-"""The ONNX project's own cases of single nodes, those that are served. `make fuzz` runs them, as they take seconds."""
+"""The ONNX project's own cases of single nodes, those that are served. `make fuzz` runs them, as they take seconds.
+
+Only a run that names this file makes the cases: every other run imports it, to look for doctests.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import warnings
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +37,7 @@ NARROW: dict[str, Any] = {"rtol": 1e-2, "atol": 4e-3}
 """That of attention in 16 bits, which the ONNX project computes in 16 bits."""
 
 
+@cache
 def served() -> dict[str, Any]:
     """Return the cases whose model is served, by name, with the graph."""
     found = {}
@@ -47,12 +52,13 @@ def served() -> dict[str, Any]:
     return found
 
 
-CASES = served()
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", served())
 
 
-@pytest.mark.parametrize("name", CASES)
 def test_a_case_has_its_outputs(name: str) -> None:
-    case, graph = CASES[name]
+    case, graph = served()[name]
     for given, expected in case.data_sets:
         arrays = [np.asarray(one) for one in given]
         if any(one.dtype not in NAMES for one in arrays):
@@ -68,4 +74,4 @@ def test_a_case_has_its_outputs(name: str) -> None:
 
 
 def test_many_cases_are_served() -> None:
-    assert len(CASES) > 700
+    assert len(served()) > 700

@@ -87,5 +87,10 @@ def test_golden_names_are_the_operators() -> None:
         assert {_base(name) for name in case.outputs} <= {tensor.name for tensor in declared.outputs}
 
 
+def test_attributes_are_kept_as_onnx_has_them() -> None:
+    given = {"alpha": 0.1, "pads": [1, 1], "reduction": "mean"}
+    assert store.kept(given) == given | {"alpha": 0.10000000149011612}
+
+
 def _base(name: str) -> str:
     return name.partition(".")[0]

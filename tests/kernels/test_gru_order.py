@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from service.dtypes import Array
 from service.kernels import OPERATORS
@@ -61,6 +60,7 @@ def turned(blocks: Array) -> Array:
 @pytest.mark.parametrize("is_turned", [True, False])
 def test_weights_of_pytorch_fit_once_their_gates_are_turned(is_turned: bool) -> None:
     """Without that the shapes fit as well, and the gradients are wrong."""
+    torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     gru, X = torch.nn.GRU(3, 4, bidirectional=True, dtype=torch.float64), torch.randn(5, 2, 3, dtype=torch.float64)
     turn = turned if is_turned else np.asarray

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 
 from service.dtypes import Array
 from service.kernels import OPERATORS
@@ -71,6 +70,7 @@ def turned(blocks: Array) -> Array:
 @pytest.mark.parametrize(("turn", "fits"), [(turned, True), (np.asarray, False)])
 def test_weights_of_pytorch_fit_once_their_gates_are_turned(turn: Callable[[Array], Array], fits: bool) -> None:
     """Without that the shapes fit as well, and the gradients are wrong."""
+    torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     lstm, X = torch.nn.LSTM(3, 4, bidirectional=True, dtype=torch.float64), torch.randn(5, 2, 3, dtype=torch.float64)
     W, R, b_ih, b_hh = (
