@@ -16,8 +16,9 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 IN_FOUR := -n 4 --dist worksteal
 HEAVY := dashboard examples faults clients/torch clients/arrays graphs/gradients $(addsuffix .py,\
   $(addprefix test_,end_to_end transfer transfer_postgres doctor doctor_postgres) \
-  $(addprefix kernels/test_,gru blocks properties) $(addprefix clients/test_,rows tensors) graphs/test_layers \
-  $(addprefix buffers/test_,state_machine room lmdb_map lmdb_pages) $(addprefix api/test_,fuzz schema) \
+  $(addprefix kernels/test_,gru blocks hostile properties) $(addprefix clients/test_,rows tensors types) \
+  $(addprefix buffers/test_,state_machine formats room lmdb_map lmdb_pages) $(addprefix api/test_,fuzz schema) \
+  graphs/test_layers \
   codecs/test_same_bits)
 QUICK := $(addprefix --ignore=tests/,$(HEAVY)) -m 'not processes'
 LIGHT := $(addprefix tests/,$(addsuffix %,api buffers codecs deploy engine host kernels)) service%
@@ -35,7 +36,7 @@ help:  ## list the targets
 run: $(VENV)/.run  ## serve on 127.0.0.1:8000 (GRADSERVE_HOST, GRADSERVE_PORT)
 	@exec $(BIN)/gradserve serve
 
-check: lint  ## lint and most tests, for every edit: none with server processes, and none that HEAVY lists
+check: lint  ## lint and most tests, for every edit: none that starts servers or commands, and none that HEAVY lists
 	$(PYTEST) $(IN_FOUR) $(QUICK)
 
 test: $(NEEDED)  ## run every test in four processes, or WHAT="tests/codecs/test_json.py -k name" in one
@@ -172,6 +173,7 @@ $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
 $(VENV)/.frameworks: $(VENV)/.dev
 	@echo "installing PyTorch, JAX and scikit-learn into $(VENV), once: some minutes, 5 GB"
 	@$(BIN)/python $(PIP) '.[dev,frameworks]'
+	@rm -rf .mypy_cache  # of the same sources without them
 	@touch $@
 
 $(VENV)/.peers: $(VENV)/.dev

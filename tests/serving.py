@@ -6,13 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import httpx
 import uvicorn
 
 from service.api.server import listening, server_config
 from service.settings import Settings
+
+R = TypeVar("R")
 
 HOSTS = "a,here,test,x"
 """The names of servers in the heads that tests send. `tests/api/http/test_hosts.py` is about other names."""
@@ -56,9 +59,7 @@ def assert_problem(answer: httpx.Response, status: int, code: str, *words: str) 
 
 def delete_buffers(client: httpx.Client) -> None:
     """Delete every buffer of the server."""
-    while buffers := client.get("/v1/buffers?limit=1000").raise_for_status().json()["buffers"]:
-        for one in buffers:
-            client.delete(f"/v1/buffers/{one['name']}")
+    client.delete("/v1/buffers", params={"all": True}).raise_for_status()
 
 
 def in_flight(url: object, what: str = "") -> float:
@@ -68,9 +69,20 @@ def in_flight(url: object, what: str = "") -> float:
     return float(value) - (not what)
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Return once `holds` returns true; fail after a minute."""
+def unread(url: object) -> int:
+    """Return how many bytes clients have sent that the server has not read, with its connections to be accepted."""
+    port, found = f":{httpx.URL(str(url)).port:04X}", 0
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, here, there, _, queues, *_ = line.split()
+        leaving, arrived = (int(queue, 16) for queue in queues.split(":"))
+        found += arrived * here.endswith(port) + leaving * there.endswith(port)
+    return found
+
+
+def wait_until(holds: Callable[[], R]) -> R:
+    """Return what `holds` returns, once that is true; fail after a minute."""
     end = time.monotonic() + 60
-    while not holds():
+    while not (found := holds()):
         assert time.monotonic() < end
         time.sleep(0.02)
+    return found

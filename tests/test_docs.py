@@ -27,7 +27,7 @@ from service.kernels import OPERATORS
 from service.settings import Settings
 from tests.commands import helps
 from tests.documentation import DOCUMENTS, README, ROOT, TABLES, Block, blocks, rendered, tables
-from tests.integration.conftest import free_port
+from tests.ports import free_port
 from tests.serving import serving
 from tests.trainers import is_trainer, trained, with_length
 
@@ -83,6 +83,7 @@ def url() -> Iterator[str]:
         yield url
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "block", "output"),
     [pytest.param(name, block, output, id=f"{name}-{number}") for name, number, block, output in examples()],

@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -28,7 +29,10 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 
-PRELOADED = ("service.commands.cli", "service.api.server", "service.buffers.postgres", "uvicorn.lifespan.on")
+PRELOADED = (
+    *("service.commands.cli", "service.api.server", "service.buffers.postgres", "uvicorn.lifespan.on"),
+    *("gradserve_client", "gradserve_client.arrays"),
+)
 """The modules that the process imports before it forks. The module that a server runs must not be among them."""
 
 POLL_SECONDS = 0.01
@@ -68,7 +72,7 @@ def zygote(*preloaded: str) -> Zygote:
 class Forked:
     """`python -m module serve` or `python -W error path arguments`, forked, with the methods of `subprocess.Popen`.
 
-    The file `out` gets stdout, and the file `log` gets stderr.
+    The file `out` gets stdout, and the file `log` gets stderr. `descriptors` are the soft and the hard limit.
     """
 
     def __init__(
@@ -80,9 +84,11 @@ class Forked:
         arguments: Sequence[str] = ("serve",),
         out: str = os.devnull,
         preloaded: Sequence[str] = PRELOADED,
+        descriptors: tuple[int, int] | None = None,
     ) -> None:
         self._lock, self.returncode, self._zygote = threading.Lock(), None, zygote(*preloaded)
-        pid = self._zygote.ask(run=run, arguments=arguments, environment=dict(environment), out=out, log=str(log))
+        given = {"arguments": arguments, "environment": dict(environment), "descriptors": descriptors}
+        pid = self._zygote.ask(run=run, out=out, log=str(log), **given)
         assert pid is not None
         self.pid: int = pid
 
@@ -151,8 +157,17 @@ def _ended(pid: int, running: set[int]) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
-def _run(run: str, arguments: Sequence[str], environment: Mapping[str, str], out: str, log: str) -> None:
+def _run(
+    run: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    out: str,
+    log: str,
+    descriptors: tuple[int, int] | None,
+) -> None:
     """Do what `python -W error path arguments` or `python -m module arguments` does in a new process."""
+    if descriptors is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
     os.environ.clear()
     os.environ.update(environment)
     for number, path, flags in (
@@ -165,9 +180,9 @@ def _run(run: str, arguments: Sequence[str], environment: Mapping[str, str], out
         os.close(opened)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [run, *arguments]
+    util.spawnv_passfds = _spawn
     if run.endswith(".py"):
         _run_script(run)
-    util.spawnv_passfds = _spawn
     runpy.run_module(run, run_name="__main__", alter_sys=True)
 
 

@@ -24,6 +24,8 @@ from tests.api.calls import add, as_file, create, fresh, loaded, metadata, ok, p
 from tests.api.headers import KEY, REPLAYED, SAFE
 from tests.serving import assert_problem, serving
 
+STORES = ["lmdb", "postgres"]
+
 FAMILY = "Tests"
 RELU = {"dY": [1, 2], "X": [1, 1]}
 

@@ -19,6 +19,8 @@ from tests.api.headers import KEY, REPLAYED, SAFE
 from tests.api.test_fuzz import check, tensors
 from tests.serving import assert_problem, serving
 
+STORES = ["lmdb", "postgres"]
+
 TO_JSON = {**SAFE, "Accept": "application/json"}
 
 INDICES, ROWS = np.array([0, -1, 0]), np.array([[1, 2], [3, 4], [5, 6]], np.float32)

@@ -16,6 +16,8 @@ from tests.api.calls import add, as_file, create, fresh, get, loaded, metadata, 
 from tests.api.headers import SAFE, TO_SAFETENSORS
 from tests.serving import assert_problem
 
+STORES = ["lmdb", "postgres"]
+
 FLOAT_NAMES = ["float16", "bfloat16", "float32", "float64"]
 
 # ----- value -----

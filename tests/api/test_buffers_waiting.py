@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
 from service.api.http import call
+from service.api.http.waiting import Waiting
 from service.buffers.memory import MemoryStore
 from service.buffers.names import BufferName
 from tests.api.calls import (
@@ -34,13 +34,30 @@ from tests.api.calls import (
 from tests.api.headers import TO_SAFETENSORS
 from tests.serving import assert_problem, in_flight, serving, wait_until
 
+STORES = ["lmdb", "postgres"]
+
 # ----- waiting -----
+
+waits: list[str] = []
+"""The buffers that requests to servers of this process have begun to wait for."""
+
+
+@pytest.fixture(autouse=True)
+def _waits_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    change = Waiting._change
+
+    def noted(self: Waiting, key: Any, *to: Any) -> Any:
+        waits.append(key.name)
+        return change(self, key, *to)
+
+    monkeypatch.setattr(Waiting, "_change", noted)
 
 
 def wait_in(pool: ThreadPoolExecutor, call: Callable[..., httpx.Response], *args: Any, **more: Any) -> Any:
-    """Return the future answer of a call that has most likely begun to wait."""
+    """Return the future answer of a call that has begun to wait."""
+    before = len(waits)
     future: Future[httpx.Response] = pool.submit(call, *args, **more)
-    time.sleep(0.05)
+    wait_until(lambda: len(waits) > before)
     assert not future.done()
     return future
 
@@ -65,7 +82,7 @@ def test_a_read_waits_for_many_buffers(http: httpx.Client, pool: ThreadPoolExecu
     params = {"epoch": 0, "timeout": 60}
     waiting = wait_in(pool, http.post, "/v1/buffers/value", json=naming(a, b), params=params, headers=TO_SAFETENSORS)
     add(http, a, [1, 1])
-    time.sleep(0.02)
+    wait_until(lambda: waits[-1] == b)
     assert not waiting.done()
     add(http, b, [2, 2])
     tensors, _ = loaded(waiting.result(PATIENCE))
@@ -125,19 +142,19 @@ def test_a_buffer_that_expires_during_a_wait_is_unknown(http: httpx.Client) -> N
 
 
 def test_deleting_buffers_does_not_prolong_a_wait_for_a_prefix(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
-    disturbed, calm, ended = fresh("pre") + ".", fresh("pre") + ".", list[str]()
-    names = [create(http, prefix + letter) for prefix in (disturbed, calm) for letter in "abcdef"]
-    waiting = []
-    for prefix, timeout in ((disturbed, 1), (calm, 2)):
-        params: dict[str, Any] = {"prefix": prefix, "min_count": 1, "timeout": timeout}
-        waiting.append(pool.submit(http.post, "/v1/buffers/take", params=params))
-        waiting[-1].add_done_callback(partial(lambda prefix, _: ended.append(prefix), prefix))
-    for name in names[:5]:  # a wait restarted by each delete would take 2.5 seconds
-        time.sleep(0.3)
-        http.delete(f"/v1/buffers/{name}").raise_for_status()
-    for one in waiting:
-        assert_problem(one.result(PATIENCE), 409, "too_few_gradients")
-    assert ended == [disturbed, calm]
+    """A wait that each delete restarts would never end."""
+    prefix = fresh("pre") + "."
+    names = [create(http, prefix + letter) for letter in "ab"]
+    waiting = wait_in(pool, http.post, "/v1/buffers/take", params={"prefix": prefix, "min_count": 1, "timeout": 1})
+
+    def disturbed() -> bool:
+        for name in names:
+            http.delete(f"/v1/buffers/{name}").raise_for_status()
+            create(http, name)
+        return bool(waiting.done())
+
+    wait_until(disturbed)
+    assert_problem(waiting.result(), 409, "too_few_gradients")
 
 
 @pytest.mark.parametrize("what", ["value", "take"])
@@ -187,7 +204,7 @@ def test_a_wait_for_a_prefix_takes_the_buffers_present_at_its_end(http: httpx.Cl
     http.delete(f"/v1/buffers/{first}")
     late = create(http, f"{prefix}:c")
     add(http, second, [1, 2])
-    time.sleep(0.05)
+    wait_until(lambda: waits[-1] == late)
     assert not waiting.done()
     add(http, late, [3, 4])
     taken = ok(waiting.result(PATIENCE))["buffers"]
@@ -234,9 +251,9 @@ def test_a_wait_for_names_does_not_look_at_ready_buffers_again(
             add(http, name, [1, 2])
         other = create(http)
         waiting = wait_in(pool, http.post, f"/v1/buffers/{what}&timeout=60", json=naming(*names))
-        for _ in range(30):
+        for seen in range(looks[names[-1]], looks[names[-1]] + 12):
             add(http, other, [1, 1])
-            time.sleep(0.005)
+            wait_until(lambda seen=seen: looks[names[-1]] > seen)  # type: ignore[misc]
         add(http, names[-1], [1, 2])
         assert len(ok(waiting.result(PATIENCE))["buffers"]) == 5
     assert looks[names[-1]] > 10
@@ -285,15 +302,17 @@ def test_a_take_of_more_than_the_quorum_is_refused(http: httpx.Client, path: str
 
 
 @pytest.mark.parametrize("end", ["/{name}/take?", "/take?prefix={name}&"])
-def test_a_client_that_leaves_takes_nothing(http: httpx.Client, end: str) -> None:
+def test_a_client_that_leaves_takes_nothing(http: httpx.Client, pool: ThreadPoolExecutor, end: str) -> None:
+    """A later wait for the same change ends: it would have woken the take before."""
     name = create(http)
     path = f"/v1/buffers{end.format(name=name)}min_count=1&timeout=60"
     with socket.create_connection((http.base_url.host, http.base_url.port or 80)) as connection:
         connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
         wait_until(lambda: in_flight(http.base_url) == 1)
     wait_until(lambda: in_flight(http.base_url) == 0)
+    later = wait_in(pool, post, http, name, "take", {"If-Match": '"0-0"'}, min_count=2, timeout=60)
     add(http, name, [1, 2])
-    time.sleep(0.1)
+    assert_problem(later.result(PATIENCE), 412, "precondition_failed")
     assert metadata(http, name)["epoch"] == 0
     assert value(http, name) == [1, 2]
 
@@ -334,16 +353,23 @@ def pair(two_workers: str) -> Iterator[tuple[httpx.Client, httpx.Client]]:
         yield first, second
 
 
+def wait_there(pool: ThreadPoolExecutor, call: Callable[..., Any], here: httpx.Client, *args: Any, **more: Any) -> Any:
+    """Return the future answer of the only call in flight. A worker process does not show that the call waits."""
+    future = pool.submit(call, here, *args, **more)
+    wait_until(lambda: all(in_flight(here.base_url) for _ in range(20)))  # either process answers these meanwhile
+    return future
+
+
 def test_a_wait_ends_with_the_add_in_another_process(pair: tuple[httpx.Client, ...], pool: ThreadPoolExecutor) -> None:
     for here, there in (pair, pair[::-1]):
         name, taken = create(here, quorum=2), create(there)
-        reading = wait_in(pool, get, here, name, epoch=0, timeout=60)
+        reading = wait_there(pool, get, here, name, epoch=0, timeout=60)
         add(there, name, [1, 2])
-        time.sleep(0.02)
+        time.sleep(0.02)  # a worker process does not show that it has looked
         assert not reading.done()
         add(there, name, [1, 2])
         assert ok(reading.result(PATIENCE))["value"]["data"] == [2, 4]
-        taking = wait_in(pool, post, here, taken, "take", min_count=1, timeout=60)
+        taking = wait_there(pool, post, here, taken, "take", min_count=1, timeout=60)
         add(there, taken, [1, 2])
         assert ok(taking.result(PATIENCE))["value"]["data"] == [1, 2]
 

@@ -6,17 +6,18 @@ import asyncio
 import socket
 import struct
 import threading
-import time
 from typing import Any
 
 import httpx
 import pytest
 
+from service.api.http.waiting import Waiting
+from service.api.http.wire import Ending
 from service.api.server import create_app
 from service.buffers.memory import MemoryStore
 from service.engine.engine import Engine
 from service.settings import Settings
-from tests.serving import assert_problem, serving
+from tests.serving import assert_problem, in_flight, serving, wait_until
 
 
 def test_a_running_server_is_live_and_ready(client: httpx.Client) -> None:
@@ -98,10 +99,13 @@ def test_a_request_abandoned_before_it_starts_is_dropped(monkeypatch: pytest.Mon
     with serving(threads=1) as url:
         running = send(url)
         assert gate.started.acquire(timeout=30)
-        for _ in range(5):
-            reset(send(url))
+        abandoned = [send(url) for _ in range(5)]
+        wait_until(lambda: in_flight(url) == 6)
+        for connection in abandoned:
+            reset(connection)
+        wait_until(lambda: in_flight(url) == 1)
         kept = send(url)
-        time.sleep(0.5)  # until the server has seen all requests and all departures
+        wait_until(lambda: in_flight(url) == 2)
         assert httpx.get(f"{url}/v2/health/live").status_code == 200  # although the pool is full
         gate.let_go.set()
         for connection in (running, kept):
@@ -113,10 +117,11 @@ def test_a_request_abandoned_before_it_starts_is_dropped(monkeypatch: pytest.Mon
 def test_stopping_finishes_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     monkeypatch.setattr(Engine, "run", gate)
+    monkeypatch.setattr(Waiting, "stop", lambda _: gate.let_go.set())  # the begin of the stop
+    monkeypatch.setattr(Ending, "max_seconds", 0.1)
     with serving(threads=1) as url:
         running = send(url)
         assert gate.started.acquire(timeout=30)
-        threading.Timer(0.3, gate.let_go.set).start()
     assert running.recv(100).startswith(b"HTTP/1.1 200")
     running.close()
 

@@ -13,13 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import Any
+from unittest.mock import create_autospec
 
 import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from service.api.server import SAME_SECONDS
 from service.buffers.lmdb.store import LmdbStore
+from service.engine.pool import Pool
 from service.kernels._recurrent_pass import Forward
 from service.kernels._recurrent_plan import CHUNK_ROWS
 from tests.api.calls import saved
@@ -108,24 +111,22 @@ def test_long_polls_end_when_the_server_stops(server: Server, number: signal.Sig
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_ignored_sighup_stays_ignored(tmp_path: Path, workers: int) -> None:
     """nohup starts programs so."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Server(tmp_path / "store", fork=False, workers=workers) as server:
-            for process in (server.process.pid, *server.workers()):
-                os.kill(process, signal.SIGHUP)
-            time.sleep(1)  # the parent looks for signals twice a second
-            assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with Server(tmp_path / "store", module="tests.api.patient", workers=workers) as server:
+        for process in (server.process.pid, *server.workers()):
+            os.kill(process, signal.SIGHUP)
+            mask = Path(f"/proc/{process}/status").read_text().partition("SigIgn:")[2].split()[0]
+            assert int(mask, 16) & 1 << signal.SIGHUP - 1  # the system delivers no such signal, now or later
+        assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
 
 
 def test_the_store_stays_open_until_the_last_read_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read uses the store's memory map: reading on after the close would end the process."""
     began, ended, read = threading.Event(), list[object](), LmdbStore.read
+    close = create_autospec(Pool.close, side_effect=Pool.close)
 
     def slow(*args: Any) -> Any:
         began.set()
-        time.sleep(0.5)
+        wait_until(lambda: close.called)
         try:
             ended.append(len(read(*args)))
         except BaseException as error:
@@ -133,6 +134,7 @@ def test_the_store_stays_open_until_the_last_read_ends(tmp_path: Path, monkeypat
             raise
 
     monkeypatch.setattr(LmdbStore, "read", slow)
+    monkeypatch.setattr(Pool, "close", close)
     with serving(store=f"lmdb:{tmp_path}/store", drain_timeout=1) as url:
         httpx.put(f"{url}/v1/buffers/a", json={"shape": [10]}).raise_for_status()
         with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as connection:
@@ -226,7 +228,7 @@ def test_a_second_signal_stops_the_server_at_once_without_loss(server: Server) -
     with half_sent(server):  # the first signal waits for this request
         server.process.send_signal(signal.SIGTERM)
         wait_until_nothing_is_taken(server)
-        time.sleep(0.4)  # sooner, both could count as one signal
+        time.sleep(SAME_SECONDS + 0.1)  # the server counts sooner signals as one, and does not show when that ends
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(25) == 1
     server.start()
@@ -237,22 +239,23 @@ def test_a_second_signal_stops_the_server_at_once_without_loss(server: Server) -
 def test_a_second_signal_soon_after_the_first_stops_the_server(tmp_path: Path, workers: int) -> None:
     with Server(tmp_path / "store", workers=workers) as server:
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
-        with half_sent(server):
-            server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.4)  # before the parent looks, but too late to count as one signal
-            server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(25) == 1
+        with half_sent(server):  # of the signals, the first ones count as one
+            wait_until(lambda: [server.process.send_signal(signal.SIGTERM)] and server.process.poll() is not None)
+            assert server.process.poll() == 1
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_sent_to_process_and_group_counts_once(server: Server, number: signal.Signals) -> None:
+def test_a_signal_sent_to_process_and_group_counts_once(tmp_path: Path, workers: int, number: signal.Signals) -> None:
     """coreutils' timeout signals the process and then its group; a terminal signals the group."""
-    with half_sent(server) as connection:
-        for _ in range(2):
-            for process in (server.process.pid, *server.workers()):
-                os.kill(process, number)
-            time.sleep(0.02)  # sooner, the kernel may merge the signals
-        wait_until_nothing_is_taken(server)
-        connection.sendall(body()[1000:])
-        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
-    assert server.process.wait(30) == 0
+    with Server(tmp_path / "store", workers=workers, module="tests.api.patient") as server:
+        httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
+        with half_sent(server) as connection:
+            for _ in range(2):
+                for process in (server.process.pid, *server.workers()):
+                    os.kill(process, number)
+                wait_until(lambda: "gradserve stops" in server.log.read_text())  # the first signal is no longer pending
+            wait_until_nothing_is_taken(server)
+            connection.sendall(body()[1000:])
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+        assert server.process.wait(30) == 0

@@ -146,6 +146,20 @@ def until_changed(store: PostgresStore, before: int) -> None:
     until(lambda: store.generation() > before, "the change is not noticed")
 
 
+def until_called(owner: Any, name: str, times: int = 3) -> None:
+    """Wait until threads have called a function this number of times from now on, each time to its end."""
+    usual, ended = getattr(owner, name), list[str]()
+
+    def call(*arguments: Any) -> Any:
+        found = usual(*arguments)
+        ended.append(name)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call)
+        until(lambda: len(ended) >= times, f"nothing calls {name}")
+
+
 def until(is_so: Callable[[], object], what: str) -> None:
     """Wait until something is so."""
     end = time.monotonic() + PATIENCE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import time
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import lmdb
 import numpy as np
 import pytest
 
+from service.buffers import failpoints
 from service.buffers.changes import Add, Delete, Take, Zero
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.lmdb.writer import Writer
@@ -175,12 +176,16 @@ def hurt(reopen: Reopen, tmp_path: Path) -> LmdbStore:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_an_expired_damaged_record_does_not_stop_the_writer(hurt: LmdbStore, clock: Clock) -> None:
+def test_an_expired_damaged_record_does_not_stop_the_writer(
+    hurt: LmdbStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tidied = threading.Event()
+    monkeypatch.setattr(failpoints, "action", lambda point: tidied.set() if point == "committed" else None)
     clock.advance(20_000)
-    time.sleep(0.2)
+    assert tidied.wait(PATIENCE)
     for _ in range(2):  # the transaction that removes expired buffers may include the first add
         future = hurt.submit(request(Add(name="well", gradient=ones(2))))
-        future.exception(5)
+        future.exception(PATIENCE)
     assert future.result().receipts["well"]["updated"]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -188,7 +188,7 @@ def test_the_wait_for_the_database_includes_the_queue(schema: Schema, monkeypatc
     def attempt(self: writer.Writer, batch: batch.Batch) -> None:
         if not behind:
             behind.append(added(store, 2, "behind"))
-            time.sleep(seconds)
+            time.sleep(seconds)  # as long as the server waits for the database: the wait is what the test is about
         attempts.append(id(batch.submissions[0].request))
         usual(self, batch)
 
@@ -227,14 +227,14 @@ def test_a_staged_blob_that_nobody_takes_is_swept(schema: Schema, monkeypatch: p
 
 
 def test_a_long_round_of_the_janitor_does_not_put_off_the_next(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else what is freed meanwhile fills the disk. The first round fails after a while, the second deletes long."""
+    """Else what is freed meanwhile fills the disk. By its clock each round takes an hour, and the first fails."""
     monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.05)
-    began: list[float] = []
+    began: list[object] = []
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * len(began))
+    monkeypatch.setattr(janitor, "time", clock)
 
-    def sweep(_: object) -> bool:
-        began.append(time.monotonic())
-        if len(began) < 3:
-            time.sleep(0.5)
+    def sweep(each: object) -> bool:
+        began.append(each)
         if len(began) == 1:
             raise StoreFailed("The database is silent")
         return False
@@ -242,7 +242,6 @@ def test_a_long_round_of_the_janitor_does_not_put_off_the_next(schema: Schema, m
     monkeypatch.setattr(janitor.Janitor, "_sweep", sweep)
     schema.open()
     until(lambda: len(began) >= 3, "the janitor rests")
-    assert max(late - early for early, late in itertools.pairwise(began)) < 0.5 * janitor.ROUNDS_AT_REST
 
 
 def test_keys_go_with_their_partitions(schema: Schema, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
@@ -297,9 +296,9 @@ def test_an_add_does_not_wait_for_partitions_of_later(schema: Schema, monkeypatc
         until(
             lambda: schema.ask("select count(*) from pg_locks where not granted") != [(0,)], "the janitor does not try"
         )
-        began = time.monotonic()
+        monkeypatch.setattr(connections, "LOCK_SECONDS", connections.LOCK_SECONDS / 2)  # a longer wait is an error
+        monkeypatch.setattr(failures.retried, "__defaults__", (lambda: False, 0.0))
         assert add(store, "w", 1.0)["count"] == 1
-        assert time.monotonic() - began < connections.LOCK_SECONDS / 2
 
 
 def test_inline_gradients_of_many_requests_fit_into_transactions(

@@ -27,7 +27,8 @@ from service.errors import KeysFull, StoreFull
 from tests.buffers.calls import add, create, do, key, ones, part, value
 from tests.buffers.postgres import Schema, until, until_changed
 from tests.buffers.stores import PATIENCE
-from tests.postgres import NOBODY, free_port
+from tests.ports import free_port
+from tests.postgres import NOBODY
 
 SIZE = 100_000
 """Elements of a float32 gradient: 400 KB."""

@@ -13,6 +13,8 @@ from typing import Any
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from gradserve_client import AsyncClient, Client
 
+from tests.serving import wait_until
+
 KINDS = ("sync", "async")
 
 
@@ -77,3 +79,9 @@ def adding(url: str | Sequence[str], add: Callable[[Any, float], object]) -> Ite
             ended.set()
         for done in workers:
             done.result(60)
+
+
+def go_on(counts: list[int]) -> None:
+    """Wait until each worker of `adding` has added once more."""
+    before = [*counts]
+    wait_until(lambda: all(now > then for now, then in zip(counts, before, strict=True)))

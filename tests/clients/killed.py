@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from tests.faults.servers import PATIENCE
-from tests.zygote import ROOT
+from tests.zygote import Forked
 
 
 class Workers:
     """The processes of a run: `python -m MODULE` with the arguments of each."""
 
-    def __init__(self, module: str, arguments: Sequence[Sequence[str]]) -> None:
-        self._commands = [[sys.executable, "-m", module, *one] for one in arguments]
-        self._processes = [subprocess.Popen(command, cwd=ROOT) for command in self._commands]
+    def __init__(self, module: str, arguments: Sequence[Sequence[str]], log: Path) -> None:
+        self._module, self._arguments, self._log = module, arguments, log
+        self._processes = [self._started(rank) for rank in range(len(arguments))]
+
+    def _started(self, rank: int) -> Forked:
+        return Forked(self._module, os.environ, self._log, arguments=self._arguments[rank])
 
     def kill(self, rank: int) -> None:
         """Kill a worker, and start the same command again."""
         self._processes[rank].kill()
         self._processes[rank].wait()
-        self._processes[rank] = subprocess.Popen(self._commands[rank], cwd=ROOT)
+        self._processes[rank] = self._started(rank)
 
     def end(self) -> list[int]:
-        """Wait for the ends of all, and return their exit codes."""
+        """Wait for the ends of all, and return their exit codes. Their errors are in the log."""
         return [process.wait(PATIENCE) for process in self._processes]
 
     def __enter__(self) -> Self:

@@ -303,9 +303,9 @@ def test_waiting_ends_at_the_timeout(server: Any, monkeypatch: pytest.MonkeyPatc
 def test_waiting_does_not_count_as_silence(url: str, kind: str) -> None:
     from tests.clients.both import connected
 
-    with connected(kind, url, timeout=1, attempt_timeout=1) as server:
+    with connected(kind, url, timeout=2, attempt_timeout=2) as server:
         server.buffers["quiet"].create((1,))
-        with after(1.5, url, lambda other: other.buffers["quiet"].accumulate([7])):
+        with after(2.5, url, lambda other: other.buffers["quiet"].accumulate([7])):
             assert server.buffers["quiet"].take(min_count=1, timeout=15).value.tolist() == [7.0]
 
 

@@ -62,6 +62,7 @@ def test_ops_lists_and_shows(call: Call, server: Client) -> None:
     assert (described["inputs"][0]["name"], described["attributes"]) == ("dY", {"axis": -1})
 
 
+@pytest.mark.processes
 def test_ops_fits_a_terminal(server: Client) -> None:
     for arguments in ["ops"], ["ops", "GRUGrad"], ["run", "--help"]:
         done = on_terminal(server, *arguments)
@@ -222,6 +223,7 @@ def test_bfloat16_in_files(call: Call, server: Client, tmp_path: Path) -> None:
     assert printed["data"] == [1.5, "-Infinity", float(values[2])]
 
 
+@pytest.mark.processes
 def test_rm_asks_on_a_terminal(server: Client) -> None:
     server.buffers["b"].create(2)
     asked = on_terminal(server, "buffers", "rm", "b", types="n\n")
@@ -238,6 +240,7 @@ def test_rm_asks_on_a_terminal(server: Client) -> None:
 # ----- watch -----
 
 
+@pytest.mark.processes
 def test_watch_counts_adds(server: Client) -> None:
     server.buffers["w.1"].create(2, quorum=8)
     server.buffers["other"].create(2)
@@ -261,6 +264,7 @@ def test_watch_counts_adds(server: Client) -> None:
     assert (after["norm"], after["adds_per_second"]) == (5, 0)
 
 
+@pytest.mark.processes
 def test_watch_prints_lines_or_a_table(call: Call, server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     server.buffers["w"].create(2, quorum=8)
     server.buffers["w"].accumulate([3, 4])
@@ -367,7 +371,7 @@ def stubbed(connection: socket.socket, request: bytes) -> None:
         connection.sendall(b"HTTP/1.1 %d Said\r\nContent-Length: %d\r\n\r\n" % (status, len(body)))
         for start in range(0, len(body), at_once):
             connection.sendall(body[start : start + at_once])
-            time.sleep(0.3 * (at_once < len(body)))
+            time.sleep(0.3 * (at_once < len(body)))  # the server's slowness: there is nothing to wait for
 
     if request.startswith(b"GET /v1/buffers/slow/value"):
         answer(200, b"".join(encode({"value": np.arange(8, dtype=np.float32)})), at_once=16)
@@ -417,6 +421,7 @@ def test_a_file_that_cannot_be_written_is_reported(call: Call, server: Client, t
         assert "gradserve-client buffers get b --epoch 0" in lost.err
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("arguments", [["watch", "--interval", "0.05"], ["ops"], ["ops", "--json"], ["--help"]])
 def test_a_reader_that_goes_away_causes_no_error(server: Client, arguments: list[str]) -> None:
     ours, its = os.pipe()
@@ -445,11 +450,13 @@ def interrupted(number: signal.Signals, place: Path, *arguments: str) -> tuple[i
     return process.returncode, said, server.requests[0]
 
 
+@pytest.mark.processes
 def test_an_interrupt_while_waiting(tmp_path: Path) -> None:
     code, said, _ = interrupted(signal.SIGINT, tmp_path, "buffers", "get", "b", "--epoch", "0", "--timeout", "50")
     assert (code, said) == (130, b"")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_an_interrupted_change_can_be_repeated(tmp_path: Path, number: signal.Signals, as_json: bool) -> None:
@@ -467,6 +474,7 @@ def test_an_interrupted_change_can_be_repeated(tmp_path: Path, number: signal.Si
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     code = f"import sys; sys.modules['{missing}'] = None; from gradserve_client.cli import main; main()"
@@ -484,6 +492,7 @@ def test_the_version_and_the_exit_codes_are_documented(call: Call) -> None:
         assert f"\n| {number} |" in written
 
 
+@pytest.mark.processes
 def test_the_readme_is_true(server: Client, tmp_path: Path) -> None:
     section = README.read_text().split("\n## Command line\n")[1].split("\n## ")[0]
     blocks = re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL)

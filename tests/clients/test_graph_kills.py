@@ -41,7 +41,7 @@ def test_killed_workers_and_a_killed_server_make_each_step_once(tmp_path: Path) 
     with Server(tmp_path / "store") as server, Client(server.url) as client:
         client.graphs.put("lin", linear(), loss="MSELoss")
         arguments = [[server.url, str(rank), str(STEPS), str(tmp_path / f"rank{rank}")] for rank in range(WORKERS)]
-        with Workers("tests.clients.graph_worker", arguments) as workers:
+        with Workers("tests.clients.graph_worker", arguments, tmp_path / "log") as workers:
             for number in range(KILLS):
                 until(partial(is_in, tmp_path, (number + 1) * STEPS // (KILLS + 1)))
                 time.sleep(chance.uniform(0, 0.02))

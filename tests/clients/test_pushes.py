@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -18,7 +19,7 @@ from safetensors.numpy import save
 
 from tests.clients.both import connected
 from tests.clients.conftest import delete_all
-from tests.serving import serving
+from tests.serving import serving, wait_until
 
 LENGTH = 3 << 16
 """Numbers of a buffer: 768 KiB. Three of them are more than the servers of these tests take in a request."""
@@ -186,7 +187,9 @@ def test_a_push_waits_for_the_room_of_others(
     small_urls: list[str], kind: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of three pushes takes more than half of what a namespace may stage. A fourth has broken off."""
+    uniform = Mock(wraps=random.uniform)
     monkeypatch.setattr(pushes, "PAUSES", (0.02, 0.1))
+    monkeypatch.setattr(pushes, "random", Mock(uniform=uniform))
     names = [f"large{number}" for number in range(14)]
     with spread(kind, small_urls[:1]) as server:
         server.buffers.create_many({name: {"shape": LENGTH} for name in names})
@@ -205,8 +208,9 @@ def test_a_push_waits_for_the_room_of_others(
             hasty.buffers.accumulate(large)
         assert (caught.value.code, caught.value.maybe_done) == ("pushes_full", False)
         with ThreadPoolExecutor(3) as threads:
+            before = uniform.call_count
             adding = threads.map(add, range(3))
-            time.sleep(0.3)
+            wait_until(lambda: uniform.call_count > before + 3)
             assert server.buffers.forget_push(key)
             assert [*adding] == [14] * 3
         assert {server.buffers[name].value()[0] for name in names} == {3.0}

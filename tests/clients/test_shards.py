@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from gradserve_client._http.placement import Placement, balanced
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.clients.both import adding, connected
+from tests.clients.both import adding, connected, go_on
 from tests.clients.conftest import delete_all
 from tests.clients.scripted import Scripted
 from tests.faults.servers import Server
@@ -315,7 +314,7 @@ def test_epochs_close_exactly_through_kills(
 
     with adding(durable.urls, add) as counts:
         for process in processes:
-            time.sleep(0.1)
+            go_on(counts)
             process.restart()
     assert all(counts)
     for info in durable.buffers.list():

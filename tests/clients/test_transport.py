@@ -35,7 +35,7 @@ from safetensors.numpy import save
 
 from tests.clients.both import connected
 from tests.clients.proxy import Talker
-from tests.serving import serving
+from tests.serving import in_flight, serving, wait_until
 
 READY = b'HTTP/1.1 200 OK\r\nContent-Length: 17\r\nContent-Type: application/json\r\n\r\n{"operators": []}'
 
@@ -296,13 +296,13 @@ def test_a_small_body_is_sent_at_once(transports: Any) -> None:
 
 def test_many_waiting_calls_do_not_keep_others_from_the_server(url: str) -> None:
     async def run() -> list[float]:
-        async with AsyncClient(url, attempt_timeout=5) as server:
+        async with AsyncClient(url) as server:
             awaited = server.buffers["awaited"]
             await awaited.create((1,), quorum=1)
-            waiting = [asyncio.create_task(awaited.value(epoch=0, timeout=10)) for _ in range(150)]
-            await asyncio.sleep(0.5)
+            waiting = [asyncio.create_task(awaited.value(epoch=0, timeout=60)) for _ in range(150)]
+            await asyncio.to_thread(wait_until, lambda: in_flight(url) >= 150)
             try:
-                await asyncio.wait_for(awaited.accumulate([7]), 4)
+                await asyncio.wait_for(awaited.accumulate([7]), 15)
                 return [float((await one)[0]) for one in waiting]
             finally:
                 await awaited.delete()

@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 
 from service.keys import remove
 from tests.dashboard.conftest import EVIL, Faults, Open, asked_by, sign_in
-from tests.postgres import free_port
+from tests.ports import free_port
 from tests.serving import serving
 
 

@@ -19,8 +19,8 @@ import pytest
 from service.errors import HeadTooLarge
 from service.keys import add
 from tests.api.test_body import Connection
-from tests.integration.conftest import free_port
 from tests.integration.stack import ROOT
+from tests.ports import free_port
 from tests.serving import assert_problem, serving, wait_until
 
 NGINX = shutil.which("nginx", path=os.environ["PATH"] + ":/usr/sbin")

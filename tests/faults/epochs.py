@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 
 from service.dtypes import Array
+from tests.faults.cluster import wait
 from tests.faults.servers import PATIENCE, Client, new_key, tensors
 
 CONTRIBUTORS = 3
@@ -77,7 +78,10 @@ class Ruler:
 
 @contextmanager
 def running(connect: Callable[[], Client]) -> Iterator[None]:
-    """Let contributors add and rules change until the context is left. Then each add must be in its epoch, once."""
+    """Let contributors add and rules change until the context is left. Then each add must be in its epoch, once.
+
+    Without faults in the end, epochs end by their deadlines and by their quorums.
+    """
     stop, ruler = threading.Event(), Ruler(connect)
     several = [Contributor(connect, row) for row in range(CONTRIBUTORS)]
     with connect() as client, ThreadPoolExecutor(CONTRIBUTORS + 1) as threads:
@@ -87,11 +91,19 @@ def running(connect: Callable[[], Client]) -> Iterator[None]:
         made = [threads.submit(run, stop) for run in runs]
         try:
             yield
+            first = client.metadata("b")["epoch"]
+            both = {"deadline", "quorum"}
+            wait(lambda: _ways(client, first) == both or any(one.done() for one in made), "epochs do not close")
         finally:
             stop.set()
         for one in made:
             one.result(2 * PATIENCE)
         _check(client, several, ruler)
+
+
+def _ways(client: Client, first: int) -> set[str]:
+    """Return what has closed the epochs from `first` on."""
+    return {_receipt(client, epoch).json()["closed_by"] for epoch in range(first, client.metadata("b")["epoch"])}
 
 
 def _check(client: Client, several: list[Contributor], ruler: Ruler) -> None:

@@ -21,6 +21,7 @@ from safetensors.numpy import load, save
 
 from service.codecs import safetensors
 from service.dtypes import Array
+from tests.ports import free_port
 from tests.serving import HOSTS
 from tests.zygote import ROOT, Forked
 
@@ -48,9 +49,10 @@ class Server:
         module: str = "service",
         log: Path | None = None,
         fork: bool = True,
+        descriptors: tuple[int, int] | None = None,
         **settings: object,
     ) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log or store.with_name(f"{store.name}.log")
         given = {"store": f"lmdb:{store}", "workers": workers, "port": self.port, "host_names": HOSTS, **settings}
@@ -61,6 +63,7 @@ class Server:
             **{f"GRADSERVE_{name.upper()}": str(one) for name, one in given.items()},
         }
         self._process: Process | None = None
+        self._descriptors = descriptors
 
     def __enter__(self) -> Server:
         return self if self._process else self.start()
@@ -76,7 +79,7 @@ class Server:
     def launch(self) -> None:
         """Start the process without waiting for an answer."""
         if self._command is None:
-            self._process = Forked(self._module, self._environment, self.log)
+            self._process = Forked(self._module, self._environment, self.log, descriptors=self._descriptors)
             return
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -247,10 +250,15 @@ def contents(answer: httpx.Response) -> tuple[dict[str, Any], dict[str, Array]]:
     return json.loads(head["__metadata__"]["receipts"]), load(answer.content)
 
 
+def pause(chance: random.Random, shortest: float, longest: float) -> None:
+    """Wait for random seconds. No condition is waited for: a fault has to come at any moment, and to last any time."""
+    time.sleep(chance.uniform(shortest, longest))
+
+
 def moments(chance: random.Random, count: int, shortest: float, longest: float) -> Iterator[int]:
     """Yield 0, 1, ... `count` - 1, each after a random pause in seconds."""
     for number in range(count):
-        time.sleep(chance.uniform(shortest, longest))
+        pause(chance, shortest, longest)
         yield number
 
 
@@ -263,12 +271,6 @@ def _command_of(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _until_closed(port: int) -> None:

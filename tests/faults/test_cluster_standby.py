@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -21,7 +20,7 @@ from tests.buffers.calls import add, create
 from tests.buffers.stores import Clock
 from tests.faults.cluster import Load, Pair, replicas, wait
 from tests.faults.printing import Counted
-from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key, tensors
+from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key, pause, tensors
 
 FAILOVERS = 10 if LONG else 1
 STOPS = 20 if LONG else 1
@@ -32,6 +31,13 @@ SIZE = 20_000
 
 WAITING = "backend_type = 'client backend' and wait_event = 'SyncRep'"
 WAITERS = f"from pg_stat_activity where {WAITING}"
+
+QUIET = f"""
+    select (select count(*) {WAITERS}) > 0 and not exists (
+        select from pg_stat_activity where pid <> pg_backend_pid() and state = 'active' and wait_event is null
+    )
+"""
+"""Whether a commit waits for the standby, and nothing else runs."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,7 @@ def test_nothing_is_acknowledged_without_the_standby(pair: Pair, tmp_path: Path)
         with ThreadPoolExecutor(1) as thread:
             later = thread.submit(adding, clients[0], "another", PATIENCE)
             assert not one.is_ready()
-            time.sleep(0.5)
+            wait(lambda: pair.primary.execute(f"select 1 {WAITERS}"), "the add does not wait")
             assert not later.done()
             pair.standby.start()
             assert later.result() in (200, 503)
@@ -144,12 +150,17 @@ def loaded(pair: Pair, place: Path) -> Iterator[Load]:
 
 def test_stops_of_the_standby(pair: Pair, tmp_path: Path) -> None:
     chance = random.Random(1)
-    with loaded(pair, tmp_path) as load:
+    with watched(pair, tmp_path) as (*servers, behind), Load([one.url for one in servers]) as load:
+
+        def answers_have_come() -> bool:
+            is_quiet, committed = pair.primary.execute(QUIET), behind.read(["small"])[0].value[:, 0].tolist()
+            return is_quiet == [(True,)] and [one.answered for one in load.adders] == committed
+
         for _ in moments(chance, STOPS, 0.0, 0.3):
             pair.standby.stop(chance.choice([signal.SIGINT, signal.SIGKILL]))
-            time.sleep(0.2)  # for answers on their way
+            wait(answers_have_come, "commits go on, or answers do not come")
             before = [one.answered for one in load.adders]
-            time.sleep(chance.uniform(0.2, 2))
+            pause(chance, 0.2, 2)
             assert [one.answered for one in load.adders] == before
             pair.standby.start()
             load.go_on()

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from service.buffers.packed import FORMAT
+from tests.buffers.stores import entries_of
 from tests.faults.servers import LONG, PATIENCE, SAFETENSORS, Client, Server, contents, kill, new_key, tensors
 from tests.faults.test_uploads import ROWS, model, weights
-from tests.serving import assert_problem
+from tests.serving import assert_problem, wait_until
 
 SIZE = 20_000
 """Elements of a float64 buffer that has three chunks."""
@@ -187,15 +188,17 @@ def test_a_damaged_record_can_be_deleted(store: Path) -> None:
         client.create("wounded", (SIZE,))
 
 
-def test_an_expired_damaged_record_harms_no_other_buffer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("removed_by", ["an add", "the idle writer"])
+def test_an_expired_damaged_record_harms_no_other_buffer(tmp_path: Path, removed_by: str) -> None:
     path = tmp_path / "store"
     with Server(path) as server, Client(server.url) as client:
         client.create("sound", (SIZE,))
         client.create("wounded", (SIZE,), ttl_seconds=0.1)
     flip(path, b"wounded[{", 10)
     with Server(path) as server, Client(server.url, patience=10) as client:
-        for count, pause in enumerate((0, 1.6, 0), 1):
-            time.sleep(pause)  # the writer looks for expired buffers with an add, or after an idle second
+        if removed_by == "the idle writer":
+            wait_until(lambda: entries_of(path)["deadlines"] == 0)
+        for count in range(1, 4):
             assert client.add("sound", np.ones(SIZE))["count"] == count
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from tests.faults.cluster import Balanced, replicas
 from tests.faults.epochs import running
-from tests.faults.servers import LONG, Client, Server, moments
+from tests.faults.servers import LONG, Client, Server, moments, pause
 from tests.faults.test_cluster_sums import faults
 from tests.postgres import Cluster
 
@@ -23,9 +22,6 @@ KILLS = 40 if LONG else 2
 DEADLINE = 0.15
 """Seconds of a deadline: the server is killed before it, at it, and after it."""
 
-SETTLING_SECONDS = 1.0
-"""Seconds without faults in the end: epochs end by their deadlines and by their quorums."""
-
 
 def honour(client: Client, prefix: str, chance: random.Random, crash: Callable[[], object]) -> None:
     """Check that each epoch closes once if a crash comes before its deadline, or while it closes."""
@@ -33,7 +29,7 @@ def honour(client: Client, prefix: str, chance: random.Random, crash: Callable[[
     for name in names:
         client.create(name, (2,), deadline_seconds=DEADLINE, quorum=9)
     client.add_many({name: np.array([1.0, 2.0]) for name in names})
-    time.sleep(chance.uniform(0, 1.3 * DEADLINE))
+    pause(chance, 0, 1.3 * DEADLINE)
     crash()
     for name in names:
         receipt = client.done("GET", f"/v1/buffers/{name}", params={"epoch": 0, "timeout": 30})
@@ -75,7 +71,6 @@ def test_epochs_end_once_while_servers_die(workers: int, tmp_path: Path) -> None
                 server.kill_a_worker(chance)
             else:
                 server.restart()
-        time.sleep(SETTLING_SECONDS)
 
 
 def test_epochs_end_once_while_replicas_and_their_database_die(database: Cluster, tmp_path: Path) -> None:
@@ -85,4 +80,3 @@ def test_epochs_end_once_while_replicas_and_their_database_die(database: Cluster
         with running(partial(Balanced, [server.url for server in servers])):
             for number in moments(chance, max(KILLS, len(ways)), 0.2, 0.8):
                 ways[number % len(ways)]()
-            time.sleep(SETTLING_SECONDS)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from service.dtypes import Array
-from tests.faults.servers import LONG, PATIENCE, SAFETENSORS, Client, Server, contents, new_key
+from tests.faults.servers import LONG, PATIENCE, SAFETENSORS, Client, Server, contents, new_key, pause
 
 ADDERS = 5
 EACH = 400 if LONG else 60
@@ -137,7 +137,7 @@ def check_calls(
         ]
         try:
             for _ in range(KILLS):
-                time.sleep(chance.uniform(0.1, 0.3))
+                pause(chance, 0.1, 0.3)
                 fail()
             for one in adding:
                 one.result(patience)

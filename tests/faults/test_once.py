@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.faults.servers import LONG, PATIENCE, Client, Server, new_key, tensors
-from tests.serving import assert_problem
+from tests.serving import assert_problem, in_flight, wait_until
 
 ROUNDS = 500 if LONG else 40
 
@@ -82,9 +82,9 @@ def test_waiting_takes_with_one_key_take_once(server: Server, client: Client) ->
     rounds = ROUNDS // 8
     with ThreadPoolExecutor(1) as thread:
         for epoch in range(rounds):
-            patient: dict[str, Any] = {"params": {"min_count": 1, "timeout": 5}}
+            patient: dict[str, Any] = {"params": {"min_count": 1, "timeout": PATIENCE / 2}}
             waiting = thread.submit(at_once, server, "/v1/buffers/awaited/take", 4, **with_key(new_key(), **patient))
-            time.sleep(0.1)
+            wait_until(lambda: in_flight(server.url) >= 4)
             client.add("awaited", np.full(3, 1.0 + epoch))
             one_was_first(waiting.result(PATIENCE))
             assert client.metadata("awaited")["epoch"] == epoch + 1

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.integration.stack import Cluster, Stack
+from tests.ports import free_port
 
 URL = os.environ.get("GRADSERVE_URL")
 
@@ -20,13 +20,6 @@ def client(url: str, secret: str | None) -> httpx.Client:
     """Return a client of the server with this API key."""
     headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
     return httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from gradserve_client import Buffer, Client
 
 from tests.integration.conftest import client
 from tests.integration.stack import Cluster
+from tests.serving import wait_until
 
 REPLICAS = ("gradserve-1", "gradserve-2", "gradserve-3")
 WEIGHTS = (1, 2, 3, 4, 5, 6)
@@ -131,7 +132,8 @@ def test_no_add_is_answered_while_there_is_no_standby(cluster: Cluster) -> None:
         server.put(f"/v1/buffers/{name}", json={"shape": [1]}).raise_for_status()
         cluster.kill("postgres-2")
         added = pool.submit(patient.buffers[name].accumulate, [1.0])
-        time.sleep(3)
+        waiting = "select count(*) from pg_stat_activity where wait_event = 'SyncRep'"
+        wait_until(lambda: cluster.sql("postgres-1", waiting) != "0")
         assert not added.done()
         probe = httpx.get(f"{cluster.url}/v2/health/ready", trust_env=False, timeout=30)
         assert (probe.status_code, "no synchronous standby" in probe.json()["error"]) == (503, True)

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from gradserve_client import Client
 
-from tests.integration.conftest import free_port
 from tests.integration.stack import COMMANDS, PROJECT, ROOT, Stack
+from tests.ports import free_port
 from tests.serving import wait_until
 
 GRAFANA: str = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["grafana"]["image"]

@@ -20,9 +20,10 @@ import pytest
 from gradserve_client import Buffer, Client, InvalidInput
 
 from tests.deploy.test_monitoring import ALERTS, TARGETS
-from tests.integration.conftest import client, free_port
+from tests.integration.conftest import client
 from tests.integration.stack import Stack
-from tests.serving import assert_problem
+from tests.ports import free_port
+from tests.serving import assert_problem, wait_until
 
 WEIGHTS = (1, 2, 3, 4)
 
@@ -257,7 +258,8 @@ def test_stopping_the_service_finishes_requests_in_flight(stack: Stack) -> None:
             upload.putheader(header[0], str(header[1]))
         upload.putheader("Authorization", f"Bearer {stack.secret}")
         upload.endheaders(body[:5])
-        time.sleep(0.5)  # until the service has the request
+        with client(stack.url, stack.keys("add", uuid4().hex, "--scopes", "admin")) as admin:  # counts itself, too
+            wait_until(lambda: "gradserve_in_flight 3.0" in admin.get("/metrics").text.splitlines())
         stop = pool.submit(stack.engine, "stop", "--time", "40", stack.container("gradserve"))
         polled = poll.result(timeout=40)
         # The service answers, not nginx.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 from contextlib import suppress
@@ -15,6 +14,7 @@ import pytest
 
 from service import __version__
 from tests.packages.conftest import ROOT
+from tests.ports import free_port
 
 BIN = ROOT / "build" / "server" / "bin"
 
@@ -39,9 +39,7 @@ def test_a_service_that_comes_first_is_named(command: tuple[str, ...], project: 
 
 
 def test_its_workers_are_immune(project: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     settings = {"GRADSERVE_PORT": str(port), "GRADSERVE_WORKERS": "2", "GRADSERVE_STORE": f"lmdb:{tmp_path / 'store'}"}
     command = [str(BIN / "gradserve"), "serve"]
     with (

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import psycopg
@@ -190,18 +191,22 @@ def test_rates_are_those_of_the_requests(url: str) -> None:
     assert all((one["seconds"], one["phases"], one["errors"], one["commits"]) == (None, {}, {}, 0) for one in idle)
 
 
-def test_files_of_the_pages_count_alone_and_in_no_percentile(url: str) -> None:
-    wait_until(lambda: bool(samples_of(url)))
+def test_files_of_the_pages_count_alone_and_in_no_percentile(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = ["/", "/page/app.css", "/page/nothing", "/docs", "/docs/swagger-ui.css", "/openapi.json"]
     alone: Samples = []
-    asked = 0
+    asked, sample = 0, Mock(side_effect=sample_of)
+    monkeypatch.setattr(history, "sample_of", sample)
+
+    def wait_for_sample() -> None:
+        sample.reset_mock()
+        wait_until(lambda: sample.called)
 
     def are_alone() -> bool:
         """Ask for the files, and return whether a step had no other requests: a busy machine needs several tries."""
         nonlocal asked
-        time.sleep(0.1)
+        wait_for_sample()
         asked += len([httpx.get(f"{url}{path}") for path in paths])
-        time.sleep(0.1)
+        wait_for_sample()
         alone[:] = [one for one in samples_of(url) if one["requests"].keys() == {"page"}]
         return bool(alone)
 

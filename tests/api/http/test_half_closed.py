@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import create_autospec
 
 import httpx
 import pytest
 
+from service.api.http.connection import Connection as ServerConnection
 from service.engine.engine import Engine
 from tests.api.http.test_connection import LIVE, POLL
 from tests.api.http.test_endings import CHUNKED, count, counted, errors, logged
@@ -114,6 +115,8 @@ def test_an_answer_that_does_not_begin_soon_is_given_up(
     let_go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection ends while the kernel still runs. An answer that has begun arrives whole."""
+    give_up = create_autospec(ServerConnection._give_up, side_effect=ServerConnection._give_up)
+    monkeypatch.setattr(ServerConnection, "_give_up", give_up)
     monkeypatch.setattr("service.api.http.connection.ONE_WAY_SECONDS", 0.2)
     value = b"GET /v1/buffers/large/value HTTP/1.1\r\nHost: x\r\nAccept: application/vnd.safetensors\r\n\r\n"
     with serving(threads=1) as url:
@@ -128,7 +131,7 @@ def test_an_answer_that_does_not_begin_soon_is_given_up(
             connection.send(value)
             size = int(connection.head()[1]["content-length"])
             connection.socket.shutdown(socket.SHUT_WR)
-            time.sleep(0.5)
+            wait_until(lambda: give_up.call_count == 2)
             assert len(connection._stream.read(size)) == size
 
 

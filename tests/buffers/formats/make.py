@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from tests.postgres import binaries, cluster, free_port
+from tests.ports import free_port
+from tests.postgres import binaries, cluster
 
 HERE = Path(__file__).parent
 
@@ -133,7 +134,7 @@ def _fill(checkout: Path, store: str) -> None:
     with _serving(checkout, store) as client:
         for call in calls_of(max(EXTRAS)):
             sys.stdout.write(f"{send(client, call).status_code} {call.method} {call.path}\n")
-        time.sleep(3)  # until the large part of the push is folded, and other work after a commit is done
+        time.sleep(3)  # for the work after a commit, such as the fold of the large part: no server says when it is done
 
 
 def _make_lmdb(checkout: Path, made: Path) -> None:

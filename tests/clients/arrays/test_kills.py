@@ -34,7 +34,7 @@ def test_killed_workers_and_a_killed_server_give_the_numbers_of_one_process(tmp_
     chance = random.Random(0)
     with Server(tmp_path / "store") as server:
         arguments = [[server.url, str(rank), str(tmp_path)] for rank in range(WORKERS)]
-        train(server, Workers("tests.clients.arrays.worker", arguments), tmp_path, chance)
+        train(server, Workers("tests.clients.arrays.worker", arguments, tmp_path / "log"), tmp_path, chance)
 
 
 def train(server: Server, started: Workers, directory: Path, chance: random.Random) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +13,7 @@ from gradserve_client import Client, Conflict, ConnectionFailed, EpochOpen, Inva
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.torch.training import Watched, backward, net, same
+from tests.serving import in_flight, wait_until
 
 MOST_REQUESTS = 30
 """Requests of a worker that waits half a second for parameters. One that asks without a pause sends hundreds."""
@@ -45,7 +45,7 @@ def alike(model: Any, other: Any) -> bool:
 # ----- the broadcast of this call -----
 
 
-def test_a_receiver_waits_for_the_second_broadcast_of_an_epoch(server: Client, run: str) -> None:
+def test_a_receiver_waits_for_the_second_broadcast_of_an_epoch(server: Client, url: str, run: str) -> None:
     """It is faster than the sender, which loads a checkpoint in between."""
     sent, sender, model, receiver = pair(server, run)
     sender.broadcast_parameters(send=True)
@@ -53,7 +53,7 @@ def test_a_receiver_waits_for_the_second_broadcast_of_an_epoch(server: Client, r
     assert alike(model, sent)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(receiver.broadcast_parameters, send=False)
-        time.sleep(0.1)
+        wait_until(lambda: in_flight(url) >= 1)
         assert not waiting.done()
         shift(sent)
         sender.broadcast_parameters(send=True)
@@ -156,13 +156,19 @@ def test_a_broadcast_that_broke_off_can_be_repeated(url: str, run: str) -> None:
 
 
 def waits(server: Client, transport: Watched, run: str) -> None:
-    """Check that a receiver gives up in time, and asks little meanwhile."""
-    receiver = joined(net(), server, run, timeout=0.5)
+    """Check that a receiver gives up in time, and asks little meanwhile. It waits for what is left of its time."""
+    receiver, asked = joined(net(), server, run, timeout=0.5), list[float]()
+
+    def note(request: httpx.Request) -> bool:
+        asked.extend(map(float, request.url.params.get_list("timeout")))
+        return False
+
+    transport.refuses = note
     transport.sent.clear()
-    start = time.monotonic()
     with pytest.raises(EpochOpen, match="Nobody has sent the parameters of epoch"):
         receiver.broadcast_parameters(send=False)
-    assert time.monotonic() - start < 10
+    assert 0.5 >= asked[0]
+    assert asked == sorted({*asked}, reverse=True)
     assert len(transport.sent) < MOST_REQUESTS
 
 
