@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave modules that are no tests alone, unless they are named: else pytest imports all, to look for doctests."""
-    named = any(collection_path.name in argument for argument in config.args)
+    named = collection_path.name in {Path(argument.partition("::")[0]).name for argument in config.args}
     is_test = collection_path.name.startswith(("test_", "__init__", "conftest"))
     return True if collection_path.suffix == ".py" and not is_test and not named else None
 
