@@ -130,12 +130,13 @@ def test_one_server_counts_for_all(schema: Schema, monkeypatch: pytest.MonkeyPat
     stores = [schema.open(max_bytes=64 << 20) for _ in range(4)]
     until(lambda: counts, "nobody counts")
     until(lambda: schema.ask("select 1 from counts") == [(1,)], "the counts are not stored")
+    made = len(counts)  # one, and more if a busy machine ends a count before it is stored
     create(stores[0], "w")
     for number in range(50):
         do(stores[number % 4], Add(name="w", gradient=ones(2)), key=key(f"{number}"))
-    assert counts == [0]
+    assert len(counts) == made
     schema.ask("update counts set due = 0")
-    until(lambda: len(counts) == 2, "nobody counts again")
+    until(lambda: len(counts) > made, "nobody counts again")
     for store in stores:
         until(lambda store=store: is_refused(store), "a server does not know that the keys are full")  # type: ignore[misc]
     assert counts == [0, 1]

@@ -11,12 +11,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
 
 from service.keys import add
 from tests.serving import serving
-
-collect_ignore = ["movie.py", "train.py"]  # they make a picture: make movie
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 
@@ -38,11 +36,21 @@ def browser() -> Iterator[Browser]:
     chromium = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser"))), None)
     if chromium is None:
         pytest.skip("needs Chromium: apt-get install chromium-headless-shell")
-    options = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
+    options = ["--renderer-process-limit=1"]  # the windows of a context share a process
+    if os.geteuid() == 0:
+        options.append("--no-sandbox")  # Chromium's sandbox refuses root
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=options)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="package")
+def context(browser: Browser) -> BrowserContext:
+    """Return what windows share. Its blank window keeps their process: a new one takes as long as a page."""
+    context = browser.new_context()
+    context.new_page()
+    return context
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +140,18 @@ def faults() -> Faults:
 
 
 @pytest.fixture
-def open_page(browser: Browser, faults: Faults) -> Iterator[Open]:
-    """Yield a function that opens an address in a new window. The test fails if a page did what none may do."""
-    contexts = []
+def open_page(browser: Browser, context: BrowserContext, faults: Faults) -> Iterator[Open]:
+    """Yield a function that opens an address in a new window. The test fails if a page did what none may do.
 
-    def opened(url: str, size: tuple[int, int] = DESK, **options: Any) -> Page:
-        context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
-        contexts.append(context)
-        page = context.new_page()
+    A window with further options has a context of its own.
+    """
+    pages = []
+
+    def opened(url: str, size: tuple[int, int] = DESK, color_scheme: Any = "light", **options: Any) -> Page:
+        page = browser.new_page(**options) if options else context.new_page()
+        pages.append(page)
+        page.set_viewport_size({"width": size[0], "height": size[1]})
+        page.emulate_media(color_scheme=color_scheme)
         page.add_init_script(_HURRY)
         page.set_default_timeout(15_000)
         faults.watch(page)
@@ -147,13 +159,17 @@ def open_page(browser: Browser, faults: Faults) -> Iterator[Open]:
         return page
 
     yield opened
-    for context in contexts:
-        context.close()
+    for page in pages:
+        if not page.is_closed():
+            page.evaluate("localStorage.clear()")  # windows share it; each has its own sessionStorage
+            page.close()
     assert faults.found == []
 
 
 def findings(page: Page) -> list[str]:
     """Return the findings of axe."""
-    page.evaluate(AXE.read_text())  # by the debugger, past the page's policy
-    result: dict[str, Any] = page.evaluate("axe.run({ resultTypes: ['violations'] })")
-    return [f"{each['id']}: {each['help']}: {each['nodes'][0]['html']}" for each in result["violations"]]
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE.read_text())  # by the debugger, past the page's policy
+    wanted = "found => found.violations.map(each => `${each.id}: ${each.help}: ${each.nodes[0].html}`)"
+    found: list[str] = page.evaluate(f"axe.run({{ resultTypes: ['violations'] }}).then({wanted})")
+    return found

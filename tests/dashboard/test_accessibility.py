@@ -38,16 +38,13 @@ def test_the_buffers(open_page: Open, full: str, scheme: str, size: tuple[int, i
 
 
 @LOOKS
-@pytest.mark.parametrize("name", ["net.ill", "net.late"])
-def test_a_buffer(open_page: Open, full: str, name: str, scheme: str, size: tuple[int, int]) -> None:
-    page = open_page(f"{full}#/buffers/{name}", size, color_scheme=scheme)
-    expect(page.get_by_role("img", name="Heat map")).to_be_visible()
-    assert findings(page) == []
-
-
-@LOOKS
-def test_a_question(open_page: Open, full: str, scheme: str, size: tuple[int, int]) -> None:
-    page = open_page(f"{full}#/buffers/net.ill", size, color_scheme=scheme)
+def test_a_buffer_and_a_question(open_page: Open, full: str, scheme: str, size: tuple[int, int]) -> None:
+    page = open_page("about:blank", size, color_scheme=scheme)
+    for name in ("net.ill", "net.late"):
+        page.goto(f"{full}#/buffers/{name}")
+        expect(page.get_by_role("heading", level=1)).to_have_text(name)
+        expect(page.get_by_role("img", name="Heat map")).to_be_visible()
+        assert findings(page) == [], name
     page.get_by_role("button", name="Delete").click()
     expect(page.get_by_role("dialog")).to_be_visible()
     assert findings(page) == []

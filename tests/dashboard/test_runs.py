@@ -12,7 +12,7 @@ import httpx
 import pytest
 from playwright.sync_api import Error, Locator, Page, Route, expect
 
-from tests.dashboard.conftest import DESK, LOOKS, PHONE, Open, findings
+from tests.dashboard.conftest import LOOKS, Open, findings
 from tests.serving import delete_buffers, serving
 
 NAMES = ["layers.0.weight", "layers.0.bias", "head.weight"]
@@ -193,32 +193,31 @@ def test_a_run_has_its_workers_its_curves_and_its_buffers_as_a_tree(
     expect(page.get_by_role("alert")).to_contain_text("No run is called none")
 
 
+@pytest.fixture(scope="module")
+def many() -> Iterator[str]:
+    """Yield the URL of a server with fifty runs. Workers of eleven are late, and one of these has NaN."""
+    rules = {"quorum": 3, "contributors": ["rank0", "rank1", "rank2"], "deadline_seconds": 0.01, "min_count": 2}
+    buffers = {f"run{run}.layers.{layer}.w": {"shape": [2], **rules} for run in range(50) for layer in range(40)}
+    first = {name: "NaN" if "run1." in name else 1 for name in buffers if name.startswith("run1")}
+    with serving(threads=2) as url, httpx.Client(base_url=url, timeout=30) as http:
+        http.post("/v1/buffers/create", json={"buffers": buffers}).raise_for_status()
+        http.post("/v1/buffers/accumulate?contributor=rank0", json=first).raise_for_status()
+        yield url
+
+
 @LOOKS
 def test_fifty_runs_and_two_thousand_buffers_are_accessible(
-    open_page: Open, scheme: str, size: tuple[int, int]
+    open_page: Open, many: str, scheme: str, size: tuple[int, int]
 ) -> None:
-    with serving(threads=2) as url, httpx.Client(base_url=url, timeout=30) as http:
-        spec = {
-            "shape": [2],
-            "quorum": 3,
-            "contributors": ["rank0", "rank1", "rank2"],
-            "deadline_seconds": 0.01,
-            "min_count": 2,
-        }
-        buffers = {f"run{run}.layers.{layer}.w": spec for run in range(50) for layer in range(40)}
-        http.post("/v1/buffers/create", json={"buffers": buffers}).raise_for_status()
-        first = {name: "NaN" if "run1." in name else 1 for name in buffers if name.startswith("run1")}
-        http.post("/v1/buffers/accumulate?contributor=rank0", json=first).raise_for_status()
-        page = open_page(url, PHONE if size != DESK else size, color_scheme=scheme)
-        expect(page.locator("table.runs .name")).to_have_count(50)
-        expect(row(page, "run1").locator(".state.bad")).to_be_visible()
-        expect(row(page, "run10").locator(".state.late")).to_have_text("late: rank1 and rank2")
-        assert names(page)[0] == "run1"
-        assert findings(page) == []
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        page.get_by_role("link", name="run1", exact=True).click()
-        expect(page.locator(".running .people .slow")).to_have_count(2)
-        expect(page.locator(".rows .row").first).to_be_visible()
-        assert findings(page) == []
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        page.close()
+    page = open_page(many, size, color_scheme=scheme)
+    expect(page.locator("table.runs .name")).to_have_count(50)
+    expect(row(page, "run1").locator(".state.bad")).to_be_visible()
+    expect(row(page, "run10").locator(".state.late")).to_have_text("late: rank1 and rank2")
+    assert names(page)[0] == "run1"
+    assert findings(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.get_by_role("link", name="run1", exact=True).click()
+    expect(page.locator(".running .people .slow")).to_have_count(2)
+    expect(page.locator(".rows .row").first).to_be_visible()
+    assert findings(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
