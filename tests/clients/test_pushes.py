@@ -204,7 +204,7 @@ def test_a_push_waits_for_the_room_of_others(
             return sum(one.count > 0 for one in server.buffers.accumulate(large).values())
 
         large = {name: np.ones(LENGTH, np.float32) for name in names}
-        with connected(kind, small_urls[0], timeout=0.3) as hasty, pytest.raises(StoreFull) as caught:
+        with connected(kind, small_urls[0], timeout=2) as hasty, pytest.raises(StoreFull) as caught:
             hasty.buffers.accumulate(large)
         assert (caught.value.code, caught.value.maybe_done) == ("pushes_full", False)
         with ThreadPoolExecutor(3) as threads:

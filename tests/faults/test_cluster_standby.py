@@ -30,6 +30,7 @@ SIZE = 20_000
 """Elements of a float64 gradient that is a blob."""
 
 WAITING = "backend_type = 'client backend' and wait_event = 'SyncRep'"
+SYNCHRONOUS = "select 1 from pg_stat_replication where sync_state = 'sync'"
 WAITERS = f"from pg_stat_activity where {WAITING}"
 
 QUIET = f"""
@@ -124,6 +125,7 @@ def test_an_epoch_closed_late_is_not_read_before_the_standby_has_it(pair: Pair) 
                 with pytest.raises(StoreFailed, match="no synchronous standby"):
                     read(["w"], 1)
             pair.standby.start()
+            wait(lambda: pair.primary.execute(SYNCHRONOUS), "the standby does not follow")
             assert store.durable(["w"], 1)[0].epoch == 2
             assert store.read(["w"], 1)[0].value.tolist() == [1, 1]
 
