@@ -15,12 +15,10 @@ PIP := -m pip install --quiet --editable
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 IN_FOUR := -n 4 --dist worksteal
 HEAVY := dashboard examples faults clients/torch clients/arrays graphs/gradients $(addsuffix .py,\
-  $(addprefix test_,end_to_end start transfer transfer_postgres doctor doctor_postgres) \
+  $(addprefix test_,doctor end_to_end start transfer) $(addprefix api/test_,fuzz schema triton_client) \
   $(addprefix kernels/test_,gru blocks hostile properties) $(addprefix clients/test_,rows tensors types) \
-  $(addprefix buffers/test_,state_machine formats room lmdb_map lmdb_pages) $(addprefix api/test_,fuzz schema) \
-  graphs/test_layers $(patsubst tests/%.py,%,$(wildcard tests/buffers/test_postgres*.py)) \
-  codecs/test_same_bits)
-QUICK := $(addprefix --ignore=tests/,$(HEAVY)) -m 'not processes'
+  $(addprefix buffers/test_,state_machine formats room lmdb_map lmdb_pages) codecs/test_same_bits graphs/test_layers)
+QUICK := $(addprefix --ignore=tests/,$(HEAVY)) -m 'not processes' -k 'not postgres'
 LIGHT := $(addprefix tests/,$(addsuffix %,api buffers codecs deploy engine host kernels)) service%
 NEEDED := $(VENV)/.$(if $(filter-out $(LIGHT),$(or $(filter tests% service%,$(WHAT)),all)),frameworks,dev)
 # For Linux alone. Later releases of tritonclient come without the program.

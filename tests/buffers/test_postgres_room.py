@@ -139,7 +139,7 @@ def test_one_server_counts_for_all(schema: Schema, monkeypatch: pytest.MonkeyPat
     until(lambda: len(counts) > made, "nobody counts again")
     for store in stores:
         until(lambda store=store: is_refused(store), "a server does not know that the keys are full")  # type: ignore[misc]
-    assert counts == [0, 1]
+    assert len(counts) == made + 1
     assert forget(schema.url, schema.name, 0.0, "ann") >= 50
     until(lambda: len(counts) == 3, "nobody counts what is left")
     for store in stores:

@@ -17,7 +17,7 @@ from tests.clients.terminal import Call
 def server(url: str) -> Iterator[Client]:
     """A client of a server with two pushes that are not complete; one was refused."""
     with Client(url) as server, httpx.Client(base_url=url) as client:
-        delete_all(server)
+        forget_all(server)
         server.buffers.create_many({"w1": {"shape": 2}, "w10": {"shape": 2}, "x": {"shape": 2}})
         for push, gradients, more in [
             ("step1", {"w1": [1, 2], "x": [3, 4]}, {"weight": 0.5, "epoch": 0, "contributor": "ann"}),
@@ -27,9 +27,14 @@ def server(url: str) -> Iterator[Client]:
             query: dict[str, Any] = {"push": push, "part": 2, "parts": 3, **more}
             client.post("/v1/buffers/accumulate", params=query, json=gradients)
         yield server
-        for left in server.buffers.pushes():
-            server.buffers.forget_push(left.push)
-        delete_all(server)
+        forget_all(server)
+
+
+def forget_all(server: Client) -> None:
+    """Forget the pushes of this and of other modules, and delete the buffers."""
+    for left in server.buffers.pushes():
+        server.buffers.forget_push(left.push)
+    delete_all(server)
 
 
 def test_pushes_are_listed(call: Call, server: Client) -> None:
