@@ -15,8 +15,9 @@ PIP := -m pip install --quiet --editable
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 IN_FOUR := -n 4 --dist worksteal
 HEAVY := dashboard examples faults clients/torch clients/arrays graphs/gradients $(addsuffix .py,\
-  $(addprefix test_,doctor end_to_end start transfer) $(addprefix api/test_,fuzz schema triton_client) \
-  $(addprefix kernels/test_,gru blocks hostile properties) $(addprefix clients/test_,rows tensors types) \
+  $(addprefix api/test_,buffers_into fuzz schema shared_memory triton_client) \
+  $(addprefix test_,doctor end_to_end start transfer) $(addprefix clients/test_,pushes rows tensors types) \
+  $(addprefix kernels/test_,gru blocks hostile properties) \
   $(addprefix buffers/test_,state_machine formats room lmdb_map lmdb_pages) codecs/test_same_bits graphs/test_layers)
 QUICK := $(addprefix --ignore=tests/,$(HEAVY)) -m 'not processes' -k 'not postgres'
 LIGHT := $(addprefix tests/,$(addsuffix %,api buffers codecs deploy engine host kernels)) service%
