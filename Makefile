@@ -170,7 +170,7 @@ $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
 	@touch $@
 
 $(VENV)/.frameworks: $(VENV)/.dev
-	@echo "installing PyTorch, JAX and scikit-learn into $(VENV), once: some minutes, 5 GB"
+	@echo "installing PyTorch, JAX and scikit-learn into $(VENV), once: some minutes, up to 5 GB"
 	@$(BIN)/python $(PIP) '.[dev,frameworks]'
 	@rm -rf .mypy_cache  # of the same sources without them
 	@touch $@
