@@ -54,7 +54,7 @@ def test_what_tests_need_is_announced_too(python: Path, what: str, installed: bo
     folder = f"{python.parent}/venv, once"
     _, _, said, did, *more, tests = make("test", python, WHAT=what)
     assert (said, did) == (f"installing what lint and most tests need into {folder}: about a minute", "python -m pip")
-    frameworks = [f"installing PyTorch, JAX and scikit-learn into {folder}: some minutes, 5 GB", "python -m pip"]
+    frameworks = [f"installing PyTorch, JAX and scikit-learn into {folder}: some minutes, up to 5 GB", "python -m pip"]
     assert (more, tests) == (frameworks * installed, "python -m pytest")
 
 
