@@ -237,11 +237,11 @@ class _Workers(Multiprocess):
     """The parent of the worker processes. It logs the start line once all serve, and replaces a worker that dies."""
 
     _signalled_at = 0.0
-    _crash: int | None = None  # how a worker died last
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket], line: str, directory: Path) -> None:
         self._line: str | None = line
         self._directory = directory
+        self._crashes: set[int] = set()  # how workers died, by their exit status
         ignored = [number for number in ALSO_STOPPING if signal.getsignal(number) is signal.SIG_IGN]
         super().__init__(config, sockets=sockets)
         for number in STOPPING:
@@ -255,7 +255,7 @@ class _Workers(Multiprocess):
                 signal.signal(stopping, self._stop_at_once)
 
     def keep_subprocess_alive(self) -> None:
-        """Replace workers that died or hang. Say what to do if the second one dies of a crash."""
+        """Replace workers that died or hang. Say what to do if a second worker dies of the same crash."""
         if self._line is not None and self._all_serve():
             logger.info(self._line)
             self._line = None
@@ -266,9 +266,9 @@ class _Workers(Multiprocess):
         for gone in [process.process for process in before if process not in self.processes]:
             logger.warning("Worker process %s ended with status %s, and is replaced", gone.pid, gone.exitcode)
             if gone.exitcode in _CRASHES:
-                if gone.exitcode == self._crash:
+                if gone.exitcode in self._crashes:
                     logger.error(_ADVICE, _CRASHES[gone.exitcode])
-                self._crash = gone.exitcode
+                self._crashes.add(gone.exitcode)
 
     def handle_ttin(self) -> None:
         """Ignore SIGTTIN: the number of workers is fixed, or the server would never be ready."""

@@ -18,7 +18,7 @@ from service.errors import InvalidParameter
 from service.kernels import OPERATORS, Operator
 from tests.api.calls import PATIENCE, add, create, fresh, metadata, ok, post, value
 from tests.api.headers import KEY, REPLAYED
-from tests.serving import assert_problem, wait_until
+from tests.serving import assert_problem
 
 SGD, SPLIT = "/v1/ops/SGDOptimizerV2", "/v1/ops/SplitTraining"
 
@@ -261,8 +261,7 @@ def test_a_deadline_closes_an_epoch_before_it_is_read(http: httpx.Client, run: s
     body = {"lr": 1, "weights": {"w": [0, 0]}}
     assert data(sgd(http, f"gradients:{run}g.*@0", body=body, timeout=PATIENCE)) == {"w": [-1, -2]}
     add(http, f"{run}g.w", [3, 4])
-    due = metadata(http, f"{run}g.w")["deadline_at"] or 0
-    wait_until(lambda: time.time() > due + 0.002)
+    time.sleep(0.06)  # the deadline, by any clock: the machine's may be set while the store's runs on
     assert data(sgd(http, f"gradients:{run}g.*@1", body=body)) == {"w": [-3, -4]}
 
 

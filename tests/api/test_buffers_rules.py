@@ -80,8 +80,7 @@ def test_a_read_after_the_deadline_sees_the_epoch_closed(http: httpx.Client) -> 
     names = [create(http, deadline_seconds=0.05) for _ in range(5)]
     for name in names:
         add(http, name, [1, 2])
-    until = max(metadata(http, name)["deadline_at"] or 0 for name in names)
-    time.sleep(max(0.0, until + 0.002 - time.time()))
+    time.sleep(0.06)  # the deadline, by any clock: the machine's may be set while the store's runs on
     for name in names:
         assert value(http, name, epoch=0) == [1, 2]
         assert receipt(http, name)["closed_by"] == "deadline"
