@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -13,7 +15,8 @@ from typing import Any
 import psycopg
 
 from service.buffers.postgres.exchange import Connection, Execution, ResultRows, SilentError, Statement
-from service.buffers.postgres.failures import RETRY_SECONDS, BusyError, NoStandbyError, UnsureError
+from service.buffers.postgres.failures import RETRY_SECONDS, BusyError, NoStandbyError, UnsureError, is_transient
+from service.buffers.postgres.outage import AWAY_SECONDS
 from service.buffers.postgres.statements import (
     BACKEND,
     BEGIN,
@@ -57,23 +60,35 @@ def _server() -> str:
 
 
 class _Pool:
-    """At most `size` connections, for one thread each. A lost connection is not noticed before it is used."""
+    """At most `size` connections, for one thread each. A lost connection is not noticed before it is used.
 
-    def __init__(self, connect: Callable[[], Connection], size: int) -> None:
-        self._connect, self._free = connect, threading.Semaphore(size)
+    Each waits at most `quiet` seconds while no connection hears from the database. One that is only slow is heard: the
+    watcher asks it all the time.
+    """
+
+    def __init__(self, connect: Callable[[float], Connection], size: int, quiet: float = math.inf) -> None:
+        self._connect, self._free, self._quiet = connect, threading.Semaphore(size), quiet
         self._idle: list[Connection] = []
-        self._is_closed = False
+        self._is_closed, self._failed = False, 0.0
 
     @contextmanager
     def lend(self, seconds: float = RETRY_SECONDS) -> Iterator[Connection]:
         """Yield a connection, which is idle again after a transaction. Wait for one for at most these seconds."""
+        began = time.monotonic()
         if not self._free.acquire(timeout=seconds):
             raise BusyError("all connections of this server to the database are busy")
         try:
-            connection = self._take()
-            connection.patience = seconds
+            if self._failed > began:
+                raise BusyError("the connections of this server to the database have just failed")
+            connection = self._take(min(seconds, self._quiet))
+            connection.patience, connection.quiet = seconds, self._quiet
             try:
                 yield connection
+            except Exception as error:
+                if is_transient(error):
+                    self._failed = time.monotonic()
+                    connection.close()  # it may lead to a server that is no primary, and would lead there for ever
+                raise
             finally:
                 if connection.closed or self._is_closed or connection.info.transaction_status.name != "IDLE":
                     connection.close()
@@ -87,10 +102,10 @@ class _Pool:
         self._is_closed = True
         self._close_idle()
 
-    def _take(self) -> Connection:
+    def _take(self, seconds: float) -> Connection:
         with suppress(IndexError):
             return self._idle.pop()
-        return self._connect()
+        return self._connect(seconds)
 
     def _close_idle(self) -> None:
         with suppress(IndexError):
@@ -113,21 +128,23 @@ class Database:
         self._url, self.schema, self.replicated = url, schema, replicated
         self.clock = clock
         """Returns the time that a test sets, else None: the database's clock counts."""
-        self.readers, self.workers = _Pool(self.connect, READERS), _Pool(self.connect, WORKERS)
+        self._pulse = [0.0]
+        self.readers, self.workers = _Pool(self.connect, READERS, AWAY_SECONDS), _Pool(self.connect, WORKERS)
 
     def close(self) -> None:
         self.readers.close()
         self.workers.close()
 
-    def connect(self) -> Connection:
-        """Return a connection outside the pools."""
+    def connect(self, quiet: float = math.inf) -> Connection:
+        """Return a connection outside the pools. It waits for `quiet` seconds while none hears from the database."""
         connection = Connection.connect(
             self._url,
             autocommit=True,
             prepare_threshold=None,
-            connect_timeout=CONNECT_SECONDS,
+            connect_timeout=math.ceil(min(CONNECT_SECONDS, quiet)),
             fallback_application_name=application_of(self.schema) + _server(),
         )
+        connection.pulse, connection.quiet = self._pulse, quiet
         if connection.ask(BACKEND()) == [(connection.info.backend_pid,)]:
             connection.prepared = {}  # else a pooler is between
         return connection
@@ -181,7 +198,8 @@ class Database:
         try:
             *found, crossed, _, waited = connection.exchange([*executions, fence, COMMIT(), after])
         except SilentError:
-            if fence is not None and connection.prepared is not None:
+            is_heard = time.monotonic() < self._pulse[0] + AWAY_SECONDS
+            if is_heard and fence is not None and connection.prepared is not None:
                 self._cancel(backend)
             raise
         if crossed == [(False,)]:
@@ -192,7 +210,7 @@ class Database:
 
     def _cancel(self, backend: int) -> None:
         """End a wait for the standby whose commit changes nothing. Else the backend would wait for it for ever."""
-        with suppress(psycopg.Error), self.connect() as connection:
+        with suppress(psycopg.Error), self.connect(AWAY_SECONDS) as connection:
             connection.ask(CANCEL(backend))
 
     @contextmanager

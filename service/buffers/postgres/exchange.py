@@ -6,6 +6,7 @@ The pipelines of psycopg wait for the socket at each statement: 100 us of this p
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import struct
 import time
@@ -116,10 +117,14 @@ class Connection(psycopg.Connection[Any]):
     """A connection that makes several statements in one round trip.
 
     It ends if the database is silent for `patience` seconds while this process waits for it. Otherwise a network that
-    loses everything, or a standby that is gone, would hold a thread for ever.
+    loses everything, or a standby that is gone, would hold a thread for ever. `quiet` seconds suffice if it says
+    nothing to others, either.
     """
 
     patience = PATIENCE_SECONDS
+    quiet = math.inf
+    pulse: list[float]
+    """When the connections of this process have heard from the database last."""
     server = ""
     """The name of the primary that has begun the last transaction: the time of its start."""
     has_warned = False
@@ -131,6 +136,7 @@ class Connection(psycopg.Connection[Any]):
     @classmethod
     def connect(cls, *arguments: Any, **named: Any) -> Self:
         connection = super().connect(*arguments, **named)
+        connection.pulse = [0.0]
         connection.add_notice_handler(lambda warning: setattr(connection, "has_warned", True))
         return connection
 
@@ -166,18 +172,18 @@ class Connection(psycopg.Connection[Any]):
         return super().wait(self._impatient(gen), *arguments, **named)
 
     def _impatient(self, gen: PQGen[R]) -> PQGen[R]:
-        end: float | None = None
+        began: float | None = None
         try:
             wanted = next(gen)
             while True:
-                ready = yield wanted
+                ready, now = (yield wanted), time.monotonic()
                 if ready:
-                    end = None
-                elif end is None:
-                    end = time.monotonic() + self.patience
-                elif time.monotonic() > end:
+                    began, self.pulse[0] = None, now
+                elif began is None:
+                    began = now
+                elif now > began + self.patience or now > max(began, self.pulse[0]) + self.quiet:
                     self.close()
-                    raise SilentError(f"the database has been silent for {self.patience:g} seconds")
+                    raise SilentError(f"the database has been silent for {min(self.patience, self.quiet):g} seconds")
                 wanted = gen.send(ready)
         except StopIteration as done:
             result: R = done.value

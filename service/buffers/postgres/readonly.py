@@ -22,7 +22,7 @@ from service.buffers.postgres.failures import as_operator_error
 from service.buffers.postgres.graphs import ALL_GRAPHS, model_of, unpacked
 from service.buffers.postgres.pushes import ALL_PUSHES, values_of
 from service.buffers.postgres.schema import has_tables
-from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, HAS_TABLE, NOW, VERSION
+from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, HAS_TABLE, NO_LIMIT, NOW, VERSION
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
 from service.buffers.sealed import unpack_record
@@ -35,8 +35,8 @@ KEYS_AT_ONCE = 10_000
 READ_ONLY = Statement("begin isolation level repeatable read, read only")
 """All that the transaction sees is of one moment."""
 
-PATIENT_SETTINGS = Statement("""
-    select set_config('search_path', quote_ident($1::text), true), set_config('statement_timeout', '0', true),
+PATIENT_SETTINGS = Statement(f"""
+    select set_config('search_path', quote_ident($1::text), true), {NO_LIMIT.format("true")},
            set_config('idle_in_transaction_session_timeout', '0', true)
 """)
 """A large value, or a slow reader of the export, takes longer than requests may."""

@@ -30,13 +30,22 @@ BEGIN = Statement("begin isolation level read committed, read write")
 
 BEGIN_READING = Statement("begin isolation level repeatable read, read write")
 
-SETTINGS = Statement("""
+NO_LIMIT = """
+    set_config('statement_timeout', '0', {0}), case
+        when current_setting('transaction_timeout', true) is not null then set_config('transaction_timeout', '0', {0})
+    end
+"""
+"""Lets nothing end a transaction for its length. PostgreSQL 17 is the first with a `transaction_timeout`."""
+
+SETTINGS = Statement(f"""
     select set_config('search_path', quote_ident($1::text), true), set_config('synchronous_commit', $2::text, true),
         set_config('lock_timeout', $3::text, true), set_config('idle_in_transaction_session_timeout', $4::text, true),
-        set_config('statement_timeout', '0', true), set_config('client_min_messages', 'warning', true),
-        pg_postmaster_start_time()::text
+        {NO_LIMIT.format("true")}, set_config('client_min_messages', 'warning', true), pg_postmaster_start_time()::text
 """)
 """Its last column names the server."""
+
+NO_LIMITS = Statement(f"select {NO_LIMIT.format('false')}")
+"""The same for statements outside of a transaction."""
 
 COMMIT = Statement("commit")
 
