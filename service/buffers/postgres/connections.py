@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
+from psycopg import sql
 
+from service.buffers.packed import FORMAT
 from service.buffers.postgres.exchange import Connection, Execution, ResultRows, SilentError, Statement
 from service.buffers.postgres.failures import RETRY_SECONDS, BusyError, NoStandbyError, UnsureError, is_transient
 from service.buffers.postgres.outage import AWAY_SECONDS
@@ -129,6 +131,8 @@ class Database:
         self.clock = clock
         """Returns the time that a test sets, else None: the database's clock counts."""
         self._pulse = [0.0]
+        version = f"(select version from {sql.Identifier(schema).as_string()}.meta)"  # the path is not set yet
+        self._settings = [Statement(SETTINGS + each, begins=True) for each in (str(FORMAT), version)]
         self.readers, self.workers = _Pool(self.connect, READERS, AWAY_SECONDS), _Pool(self.connect, WORKERS)
 
     def close(self) -> None:
@@ -149,16 +153,21 @@ class Database:
             connection.prepared = {}  # else a pooler is between
         return connection
 
-    def beginning(self, *, durable: bool = True, begin: Statement = BEGIN) -> list[Execution]:
-        """Return what begins a transaction whose statements find the tables. Without `durable` no commit waits."""
+    def beginning(self, *, durable: bool = True, begin: Statement = BEGIN, checks: bool = True) -> list[Execution]:
+        """Return what begins a transaction whose statements find the tables. Without `durable` no commit waits.
+
+        It `checks` that a newer version has not brought the store over. To do that would have to wait for its end.
+        """
         commit = ("on" if self.replicated else "local") if durable else "off"
-        settings = SETTINGS(self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s")
+        settings = self._settings[checks](self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s")
         return [begin(), settings]
 
     @contextmanager
-    def transaction(self, *, durable: bool = True, patience: float = RETRY_SECONDS) -> Iterator[Connection]:
+    def transaction(
+        self, *, durable: bool = True, patience: float = RETRY_SECONDS, checks: bool = True
+    ) -> Iterator[Connection]:
         """Yield a connection, in a transaction that is committed on leaving."""
-        with self.workers.lend(patience) as connection, self._begun(connection, durable=durable):
+        with self.workers.lend(patience) as connection, self._begun(connection, durable=durable, checks=checks):
             yield connection
             if durable:
                 self.commit(connection)
@@ -175,13 +184,12 @@ class Database:
     def read(self, connection: Connection, execution: Execution) -> ResultRows:
         """Return the rows of a query, which sees one moment of the primary, in one round trip."""
         executions = [*self.beginning(begin=BEGIN_READING), execution, COMMIT()]
-        _, ((*_, connection.server),), rows, _ = connection.exchange(executions)
-        return rows
+        return connection.exchange(executions)[2]
 
     def cross(self, connection: Connection) -> str:
         """Return the name of the server once its standby has all that was committed before, if there must be one."""
-        _, ((*_, server),) = self.commit(connection, self.beginning(), fenced=True)
-        return str(server)
+        self.commit(connection, self.beginning(), fenced=True)
+        return connection.server
 
     def commit(
         self, connection: Connection, executions: Sequence[Execution | None] = (), *, fenced: bool = False
@@ -216,7 +224,7 @@ class Database:
     @contextmanager
     def _begun(self, connection: Connection, **options: Any) -> Iterator[None]:
         try:
-            _, ((*_, connection.server),) = connection.exchange(self.beginning(**options))
+            connection.exchange(self.beginning(**options))
             yield
         except BaseException:
             with suppress(psycopg.Error):

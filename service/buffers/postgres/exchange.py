@@ -22,6 +22,8 @@ from psycopg.pq import ExecStatus, Format
 from psycopg.pq.abc import PGconn, PGresult
 from psycopg.waiting import Ready, Wait
 
+from service.buffers.packed import FORMAT, check_format
+
 Encode: TypeAlias = Callable[[Any], bytes]
 """Returns a parameter in PostgreSQL's binary form."""
 
@@ -76,10 +78,13 @@ def _encoder(name: str, brackets: str) -> Encode:
 
 
 class Statement:
-    """A statement with `$1::TYPE`, `$2::TYPE`, ... for its parameters."""
+    """A statement with `$1::TYPE`, `$2::TYPE`, ... for its parameters.
 
-    def __init__(self, query: str) -> None:
-        self.query = query.encode()
+    If it `begins` a transaction, its last columns are the name of the server, and the format of the store.
+    """
+
+    def __init__(self, query: str, *, begins: bool = False) -> None:
+        self.query, self.begins = query.encode(), begins
         found = {int(number): _encoder(*of) for number, *of in _PARAMETER.findall(query)}
         self.encoders = [found[number] for number in sorted(found)]
 
@@ -153,20 +158,34 @@ class Connection(psycopg.Connection[Any]):
             (rows,) = self.exchange([fetch]) if len(rows) == count else ([],)
 
     def exchange(self, executions: Sequence[Execution | None], *, prepares: bool = True) -> list[ResultRows]:
-        """Execute in one round trip, and return the rows of each. Raises the error of the first that fails."""
+        """Execute in one round trip, and return the rows of each. Raises the error of the first that fails.
+
+        Raises `StoreFailed` if the store has another format than this version's.
+        """
         self.pgconn.enter_pipeline_mode()
         for execution in filter(None, executions):
             self._send(execution, prepares)
         self.pgconn.pipeline_sync()
         results = self.wait(_results(self.pgconn))
         self.pgconn.exit_pipeline_mode()
-        if failed := next((result for result in results if result.status == ExecStatus.FATAL_ERROR), None):
+        transformer, found = Transformer(self), list[ResultRows]()
+        answers = (each for each in results if each.command_status or each.status == ExecStatus.FATAL_ERROR)
+        for one in executions:
+            found.append([] if one is None else self._rows(transformer, next(answers)))
+            if one is not None and one.statement.begins:
+                ((*_, self.server, version),) = found[-1]
+                check_format(str(version), "The store", [str(FORMAT)])
+        return found
+
+    def _rows(self, transformer: abc.Transformer, result: PGresult) -> ResultRows:
+        if result.status == ExecStatus.FATAL_ERROR:
             if self.prepared:
                 self.prepared.clear()  # the database has ignored all after the error
-            raise error_from_result(failed)
-        transformer = Transformer(self)
-        answers = (result for result in results if result.command_status)  # that of a preparation is empty
-        return [[] if execution is None else _rows(transformer, next(answers)) for execution in executions]
+            raise error_from_result(result)
+        if result.status != ExecStatus.TUPLES_OK:
+            return []
+        transformer.set_pgresult(result)
+        return transformer.load_rows(0, result.ntuples, tuple)
 
     def wait(self, gen: PQGen[R], *arguments: Any, **named: Any) -> R:
         return super().wait(self._impatient(gen), *arguments, **named)
@@ -201,13 +220,6 @@ class Connection(psycopg.Connection[Any]):
             name = self.prepared[execution.statement] = b"%d %s" % (next(_numbers), begin)
             self.pgconn.send_prepare(name, query)
         self.pgconn.send_query_prepared(name, values, formats, Format.BINARY)
-
-
-def _rows(transformer: abc.Transformer, result: PGresult) -> ResultRows:
-    if result.status != ExecStatus.TUPLES_OK:
-        return []
-    transformer.set_pgresult(result)
-    return transformer.load_rows(0, result.ntuples, tuple)
 
 
 def _results(pgconn: PGconn) -> PQGen[list[PGresult]]:

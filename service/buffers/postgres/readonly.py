@@ -21,8 +21,8 @@ from service.buffers.postgres.exchange import Connection, Execution, Statement
 from service.buffers.postgres.failures import as_operator_error
 from service.buffers.postgres.graphs import ALL_GRAPHS, model_of, unpacked
 from service.buffers.postgres.pushes import ALL_PUSHES, values_of
-from service.buffers.postgres.schema import has_tables
-from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, HAS_TABLE, NO_LIMIT, NOW, VERSION
+from service.buffers.postgres.schema import format_of
+from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, NO_LIMIT, NOW, VERSION
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
 from service.buffers.sealed import unpack_record
@@ -65,11 +65,16 @@ BLOBS_OF_NOTHING = Statement("""
     group by blob order by blob
 """)
 
-NEXT_ID = Statement("select last_value + seqincrement from ids, pg_sequence where seqrelid = 'ids'::regclass")
+NEXT_ID = Statement("""
+    select last_value + case when is_called then seqincrement else 0 end from ids, pg_sequence
+    where seqrelid = 'ids'::regclass
+""")
 
 LAST_ID = Statement("""
-    select greatest((select max(value) from deltas), (select max(blob) from deltas), (select max(blob) from chunks))
+    select greatest((select max(value) from deltas), (select max(blob) from deltas), (select max(blob) from chunks),
+                    (select max(blob) from unowned), (select (to_jsonb(meta) ->> 'ids')::bigint from meta), $1::bigint)
 """)
+"""The largest number that the rows have, that a server has taken, or that a buffer has. Format 8 lacks the second."""
 
 OUTCOMES = Statement("""
     select digest, at, outcome from keys where (digest, at) > ($1::bytea, $2::double precision)
@@ -84,6 +89,7 @@ class PostgresMoment:
         self._connection, self._connect, self._schema = connection, connect, schema
         self._seqs: dict[int, int] = {}
         """The `seq` of the last delta of each running value, as the records have it."""
+        self._last_id = 0
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
         for namespace, name, packed, seq in self._connection.ask(ALL_RECORDS(prefix)):
@@ -93,6 +99,7 @@ class PostgresMoment:
             except BufferCorrupt:
                 yield full_name, None
                 continue
+            self._last_id = max(self._last_id, record.id)
             if record.value is not None:
                 self._seqs[record.value] = seq
             yield full_name, record
@@ -107,8 +114,7 @@ class PostgresMoment:
         yield numbers
 
     def sound_graphs(self, prefix: str = "") -> Iterator[tuple[BufferName, StoredGraph | None]]:
-        if self._connection.ask(HAS_TABLE("graphs")) == [(True,)]:  # else it is a store of format 6
-            yield from unpacked(self._connection.ask(ALL_GRAPHS(prefix)))
+        yield from unpacked(self._connection.ask(ALL_GRAPHS(prefix)))
 
     def model(self, graph: StoredGraph) -> Iterator[Array]:
         with _operator_errors(), self._connection.transaction(force_rollback=True):
@@ -121,7 +127,7 @@ class PostgresMoment:
     def other_findings(self, values: Collection[int]) -> Iterator[str]:
         staged: set[int] = set()
         yield from _damaged_pushes(self._connection, staged)
-        yield from _leftovers(self._connection, [*values, *staged])
+        yield from _leftovers(self._connection, [*values, *staged], self._last_id)
         with self._connect() as connection:
             yield from _damaged_keys(connection, self._schema)
 
@@ -161,7 +167,7 @@ def opened_readonly(url: str, schema: str) -> Iterator[PostgresReadOnly]:
     with connection:
         with _operator_errors():
             connection.exchange(_beginning(schema))
-            if not has_tables(connection, schema):
+            if format_of(connection, schema) is None:
                 raise StoreFailed(f"There is no store in the PostgreSQL schema {schema!r}")
             connection.execute("rollback")
         yield PostgresReadOnly(connection, connect, schema)
@@ -204,7 +210,7 @@ def _damaged_pushes(connection: Connection, staged: set[int]) -> Iterator[str]:
     yield f"{len(pushes)} incomplete pushes, {len(staged)} staged gradients"
 
 
-def _leftovers(connection: Connection, values: Collection[int]) -> Iterator[str]:
+def _leftovers(connection: Connection, values: Collection[int], last_id: int) -> Iterator[str]:
     """Yield lines about gradients and blobs, as the transaction of the connection sees them."""
     ((count, blobs, size),) = connection.ask(GRADIENTS())
     yield f"{count} gradients, {blobs} of them in blobs; {size} bytes"
@@ -218,7 +224,7 @@ def _leftovers(connection: Connection, values: Collection[int]) -> Iterator[str]
         yield f"{WRONG}the blob {blob} of the value {value} will be deleted, although it is used"
     for blob, size in connection.ask(BLOBS_OF_NOTHING()):
         yield f"{WRONG}the blob {blob} of {size} bytes belongs to no gradient"
-    (following,), (last,) = connection.ask(NEXT_ID())[0], connection.ask(LAST_ID())[0]
+    (following,), (last,) = connection.ask(NEXT_ID())[0], connection.ask(LAST_ID(last_id))[0]
     if last is not None and last >= following:
         yield f"{WRONG}the sequence ids goes on with {following}, but the id {last} has been used: set it higher"
 

@@ -37,12 +37,12 @@ NO_LIMIT = """
 """
 """Lets nothing end a transaction for its length. PostgreSQL 17 is the first with a `transaction_timeout`."""
 
-SETTINGS = Statement(f"""
+SETTINGS = f"""
     select set_config('search_path', quote_ident($1::text), true), set_config('synchronous_commit', $2::text, true),
         set_config('lock_timeout', $3::text, true), set_config('idle_in_transaction_session_timeout', $4::text, true),
-        {NO_LIMIT.format("true")}, set_config('client_min_messages', 'warning', true), pg_postmaster_start_time()::text
-""")
-"""Its last column names the server."""
+        {NO_LIMIT.format("true")}, set_config('client_min_messages', 'warning', true), pg_postmaster_start_time()::text,
+"""
+"""Behind these columns comes the format of the store."""
 
 NO_LIMITS = Statement(f"select {NO_LIMIT.format('false')}")
 """The same for statements outside of a transaction."""
@@ -298,6 +298,14 @@ REPLICAS = Statement("""
 """)
 
 # ----- the tables -----
+
+BLOB_TABLES = """
+    tables as materialized (
+        select substr(relname, 8)::bigint as first, oid from pg_class join pg_inherits on inhrelid = oid
+        where inhparent = 'chunks'::regclass
+    )
+"""
+"""The tables of blobs. Materialized, so that no plan takes the number from the name of another table."""
 
 HAS_TABLE = Statement("select to_regclass($1::text) is not null")
 
