@@ -23,7 +23,7 @@ from service.buffers.sets import Set
 from service.buffers.store import Store
 from service.errors import NonfiniteGradient, TooManyBuffers
 from tests.buffers.calls import add, create, do, key, ones, spec, state
-from tests.buffers.stores import PATIENCE, Clock, Gate, Reopen, open_lmdb, open_memory, open_postgres, start, waiting
+from tests.buffers.stores import PATIENCE, Clock, Gate, Reopen, open_lmdb, open_postgres, start, waiting
 
 MOST = 3
 
@@ -34,7 +34,7 @@ def reopen(reopen: Reopen) -> Reopen:
     return partial(reopen, max_buffers=MOST)
 
 
-@pytest.fixture(params=["memory", "lmdb", "postgres"])
+@pytest.fixture(params=["lmdb", "postgres"])
 def store(request: pytest.FixtureRequest, clock: Clock, reopen: Reopen) -> Iterator[Store]:
     """Return a store with a limit of three buffers in a namespace."""
     store: Store
@@ -42,7 +42,7 @@ def store(request: pytest.FixtureRequest, clock: Clock, reopen: Reopen) -> Itera
         url: str = request.getfixturevalue("postgres_url")
         store = open_postgres(url, clock, schema=f"test_{uuid.uuid4().hex}", max_buffers=MOST)
     else:
-        store = open_memory(clock, max_buffers=MOST) if request.param == "memory" else reopen()
+        store = reopen()
     yield store
     store.close()
 

@@ -20,17 +20,7 @@ from service.buffers.perform import Request
 from service.buffers.store import Store
 from service.errors import GradserveError, KeysFull, StoreFull
 from tests.buffers.calls import add, create, do, key, ones, spec
-from tests.buffers.stores import (
-    KEY_SECONDS,
-    PATIENCE,
-    Clock,
-    Reopen,
-    entries_of,
-    open_lmdb,
-    open_memory,
-    reopening,
-    wrong,
-)
+from tests.buffers.stores import KEY_SECONDS, PATIENCE, Clock, Reopen, entries_of, open_lmdb, reopening, wrong
 from tests.buffers.test_counts import meta
 
 MOST = 1 << 20
@@ -39,11 +29,10 @@ NAMES = [f"b{number}" for number in range(60)]
 _numbers = itertools.count()
 
 
-@pytest.fixture(params=["memory", "lmdb"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[Store]:
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
     """Yield a store of a megabyte, with some buffers."""
-    memory = request.param == "memory"
-    store: Store = open_memory(clock, max_bytes=MOST) if memory else open_small(tmp_path, clock)
+    store = open_small(tmp_path, clock)
     create(store, *NAMES)
     yield store
     store.close()

@@ -166,7 +166,8 @@ class Environment:
         except UNREADABLE as error:
             raise as_client_error(error, self.path, self.max_bytes) from None
         try:
-            sync_drive(self.path / "data.mdb")  # LMDB writes the page that completes a commit with O_DSYNC
+            if self._files:
+                sync_drive(self.path / "data.mdb")  # LMDB writes the page that completes a commit with O_DSYNC
         except OSError as error:
             raise UnsyncedError(f"the disk may lack what is committed (error {error.errno})") from None
 
@@ -189,7 +190,11 @@ class Environment:
 
     def disk_bytes(self) -> int:
         """Return the bytes of the disk that LMDB has for its pages, used or free."""
-        return os.stat(self.path / "data.mdb").st_blocks * 512
+        return os.stat(self.path / "data.mdb").st_blocks * 512 if self._files else self.file_bytes()
+
+    def forget_files(self) -> None:
+        """Let the files have no names: this process has them open, and no other is to find them."""
+        self._files, self.path = {}, self.path.parent
 
     def close(self) -> None:
         self._env.close()
