@@ -173,8 +173,8 @@ def test_rows_find_the_buffer_that_is_there_when_they_are_added(store: Store) ->
 
 
 def test_few_rows_take_little_memory(store: Store) -> None:
-    """A whole gradient has 32 MB. No store makes anything of that size for an add."""
-    shape = (1 << 19, 16)
+    """A whole gradient has 16 MB. No store makes anything of that size for an add."""
+    shape = (1 << 18, 16)
     do(store, Create(name="a", spec=spec(shape)))
     gradients = [rows([1, -1, 5 * number], ones(3, 16)) for number in range(2)]
     add(store, "a", gradients[0])
