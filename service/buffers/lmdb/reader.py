@@ -13,7 +13,7 @@ from service.buffers.graphs import StoredGraph, unpack_graph
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import CLOCK, COUNT, DATABASES, DUE, NUMBER, TIME, microseconds, name_of, with_prefix
 from service.buffers.lmdb.keys import KeyReader
-from service.buffers.lmdb.pages import faults_of
+from service.buffers.lmdb.pages import BEHIND, faults_of
 from service.buffers.lmdb.pushes import PushReader
 from service.buffers.lmdb.slots import CHUNK_BYTES, slots_in, stored_number
 from service.buffers.lmdb.values import ValueReader
@@ -23,9 +23,6 @@ from service.buffers.sealed import SEAL_BYTES, unpack_record
 from service.errors import BufferCorrupt
 
 T = TypeVar("T")
-
-_BEHIND = b"\xff" * 512
-"""Behind a prefix, it makes a key behind all that LMDB can have with the prefix, damaged or not."""
 
 
 class Reader:
@@ -69,7 +66,7 @@ class Reader:
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
         """Yield the buffers whose joined names begin with the prefix: name and record, None if that is damaged."""
-        return self._between(self._env.buffers, prefix.encode(), prefix.encode() + _BEHIND, unpack_record)
+        return self._between(self._env.buffers, prefix.encode(), prefix.encode() + BEHIND, unpack_record)
 
     def graph(self, name: BufferName) -> StoredGraph | None:
         """Return the graph. Raises `GraphCorrupt`."""
@@ -83,7 +80,7 @@ class Reader:
 
     def sound_graphs(self, prefix: str = "") -> Iterator[tuple[BufferName, StoredGraph | None]]:
         """Yield the graphs whose joined names begin with the prefix: name and graph, None if that is damaged."""
-        return self._between(self._env.graphs, prefix.encode(), prefix.encode() + _BEHIND, unpack_graph)
+        return self._between(self._env.graphs, prefix.encode(), prefix.encode() + BEHIND, unpack_graph)
 
     def _between(
         self, database: Any, start: bytes, stop: bytes, unpack: Callable[[BufferName, memoryview], T]
