@@ -21,6 +21,8 @@ from service.buffers.record import Record
 from service.buffers.restore import Restore
 from service.errors import BufferCorrupt, EpochGone
 from tests.buffers.calls import create, do, key, ones, spec
+from tests.buffers.damaging import HEAD, PAGE
+from tests.buffers.flipping import used
 from tests.buffers.stores import KEY_SECONDS, MAX_BYTES, PATIENCE, Clock, Reopen, wrong
 
 NAMES = [f"layer.{number}.weight" for number in range(200)]
@@ -219,3 +221,25 @@ def test_a_retry_is_found_although_its_digest_is_damaged(reopen: Reopen, tmp_pat
         assert store.record("a").count == 10
         store.close()
         assert wrong(tmp_path / "store") == []
+
+
+@pytest.mark.parametrize("bit", [0, 3, 7])
+def test_a_retry_is_found_although_the_way_to_its_digest_is_damaged(reopen: Reopen, tmp_path: Path, bit: int) -> None:
+    """A digest in a branch of LMDB's tree leads to a page of digests."""
+    store, texts, data = reopen(), [f"{number}" for number in range(200)], tmp_path / "store" / "data.mdb"
+    create(store, "a")
+    for text in texts:
+        do(store, *adds(["a"]), key=key(text))
+    store.close()
+    root, *leaves = used(tmp_path / "store")["keys"]
+    sound = data.read_bytes()
+    assert len(leaves) > 2
+    for node in range(1, len(leaves)):
+        for place in range(0, 16, 3):
+            hurt = bytearray(sound)
+            start = root * PAGE + int.from_bytes(sound[(at := root * PAGE + HEAD + 2 * node) : at + 2], "little")
+            hurt[start + 8 + place] ^= 1 << bit
+            data.write_bytes(hurt)
+            store = reopen()
+            assert all(do(store, *adds(["a"]), key=key(text)).replayed for text in texts)
+            store.close()

@@ -97,7 +97,7 @@ class KeyWriter(KeyReader):
         found = cursor.set_range(digest)  # a digest that has changed on the disk is still beside its place
         is_known = cursor.key() == digest
         near = [self._env.unseal(value, at) and bytes(at) >= digest for at, value in islice(cursor.iterprev(), 2)]
-        if near != [found, False][: len(near)]:
+        if near != [found, False][: len(near)] or (is_known and self._txn.get(digest, db=self._env.keys) is None):
             index(self._txn, self._env.keys, self._env.outcomes)
         elif not is_known:
             return None
