@@ -73,6 +73,7 @@ class Plan:
         values: dict[str, Any] = {**self.constants, **{name: tensors[name] for name in self.inputs}}
         with metered() as meter, np.errstate(all="ignore"):
             for step, dying in self.steps:
+                current_workspace().give_way(meter.grow)
                 meter.catch_up()
                 results = _run(step, [values[name] if name else None for name in step.inputs])
                 made = {name: result for name, result in zip(step.outputs, results, strict=False) if name}
