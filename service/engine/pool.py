@@ -131,9 +131,8 @@ class Pool:
         total = self._running.total()
         most = 1 if total >= self._threads else max(1, self._threads - self._queue.is_shared())
         task = self._queue.take([name for name, count in self._running.items() if count >= most], last=self._running)
-        if task is None and total < self._threads:  # one that has begun leaves no thread idle
-            task = self._queue.take(fits=lambda first: first.turn is not None)
-        return task
+        begun = total < self._threads and task is None  # then one that has begun, rather than an idle thread
+        return self._queue.take(fits=lambda first: first.turn is not None) if begun else task
 
     def _go_on(self, task: _Task[Any]) -> None:
         self._running[task.namespace] += 1
