@@ -22,7 +22,7 @@ from service.buffers.postgres.failures import as_operator_error
 from service.buffers.postgres.graphs import ALL_GRAPHS, model_of, unpacked
 from service.buffers.postgres.pushes import ALL_PUSHES, values_of
 from service.buffers.postgres.schema import format_of
-from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, NO_LIMIT, NOW, VERSION
+from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, NO_LIMIT, NOW, SEAL_OF_KEY, VERSION
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
 from service.buffers.sealed import unpack_record
@@ -76,10 +76,12 @@ LAST_ID = Statement("""
 """)
 """The largest number that the rows have, that a server has taken, or that a buffer has. Format 8 lacks the second."""
 
-OUTCOMES = Statement("""
-    select digest, at, outcome from keys where (digest, at) > ($1::bytea, $2::double precision)
+OUTCOMES = Statement(f"""
+    select digest, at, outcome, coalesce(to_jsonb(keys) ->> 'seal' = {SEAL_OF_KEY}::text, true) from keys
+    where (digest, at) > ($1::bytea, $2::double precision)
     order by digest, at limit $3::bigint
 """)
+"""Its last column says whether the key is sound, as far as format 9 knows."""
 
 
 class PostgresMoment:
@@ -226,7 +228,7 @@ def _leftovers(connection: Connection, values: Collection[int], last_id: int) ->
         yield f"{WRONG}the blob {blob} of {size} bytes belongs to no gradient"
     (following,), (last,) = connection.ask(NEXT_ID())[0], connection.ask(LAST_ID(last_id))[0]
     if last is not None and last >= following:
-        yield f"{WRONG}the sequence ids goes on with {following}, but the id {last} has been used: set it higher"
+        yield f"{WRONG}the sequence ids goes on with {following}, but the id {last} has been used: servers correct it"
 
 
 def _damaged_keys(connection: Connection, schema: str) -> Iterator[str]:
@@ -234,13 +236,13 @@ def _damaged_keys(connection: Connection, schema: str) -> Iterator[str]:
     count = damaged = 0
     place: tuple[bytes, float] = (b"", 0.0)
     while rows := connection.exchange([*_beginning(schema), OUTCOMES(*place, KEYS_AT_ONCE), COMMIT()])[2]:
-        outcomes = [bytes(outcome) for _, _, outcome in rows if outcome]  # a transaction's own mark has none
+        outcomes = [(bytes(outcome), sound) for _, _, outcome, sound in rows if outcome]  # a mark has none
         count += len(outcomes)
-        damaged += sum(not _is_known(outcome) for outcome in outcomes)
+        damaged += sum(not (sound and _is_known(outcome)) for outcome, sound in outcomes)
         place = rows[-1][:2]
     yield f"{count} idempotency keys"
     if damaged:
-        yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one of them fails"
+        yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one fails, or counts again"
 
 
 def _is_known(outcome: bytes) -> bool:

@@ -31,7 +31,7 @@ from psycopg import sql
 from service.buffers.packed import FORMAT, check_format
 from service.buffers.postgres.connections import LOCK_SECONDS, Database
 from service.buffers.postgres.exchange import Connection, Statement
-from service.buffers.postgres.statements import BLOB_TABLES, HAS_TABLE, VERSION
+from service.buffers.postgres.statements import BLOB_TABLES, HAS_TABLE, SEAL_OF_KEY, VERSION
 from service.errors import StoreFailed
 
 ID_BLOCK = 1000
@@ -91,6 +91,7 @@ create table keys (
     namespace text not null,
     at double precision not null,
     outcome bytea not null,
+    seal bytea not null,
     primary key (digest, at)
 ) partition by range (at);
 create table graphs (
@@ -106,6 +107,9 @@ _UPGRADE = f"""
 lock table meta in access exclusive mode;
 alter table meta add column ids bigint not null default 0, add primary key (version);
 alter table pushes alter namespace type text collate "C", alter id type text collate "C";
+alter table keys add column seal bytea;
+update keys set seal = {SEAL_OF_KEY};
+alter table keys alter seal set not null;
 update meta set version = {FORMAT};
 """
 """Makes this format of those before, once all transactions have ended that have read their number."""
@@ -170,10 +174,12 @@ _TAKE_IDS = Statement(f"""
             (select max(value) from deltas), (select max(blob) from deltas), (select max(blob) from unowned),
             (select max(first) + {ID_BLOCK - 1} from tables), 0
         ) as id
+    ), taken as (
+        update meta set ids = greatest(
+            nextval('ids'), ids + {ID_BLOCK}, (select (id + {ID_BLOCK - 1}) / {ID_BLOCK} * {ID_BLOCK} + 1 from used)
+        ) returning ids
     )
-    update meta set ids = setval('ids', greatest(
-        nextval('ids'), ids + {ID_BLOCK}, (select (id + {ID_BLOCK - 1}) / {ID_BLOCK} * {ID_BLOCK} + 1 from used)
-    )) returning ids
+    select case when ids > (select last_value from ids) then setval('ids', ids) else ids end from taken
 """)
 """Goes on behind the last block and all rows, wherever the sequence is: logical replication carries rows only."""
 
