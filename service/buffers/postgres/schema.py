@@ -47,7 +47,7 @@ _LOCK = Statement("select pg_advisory_xact_lock(1735549284)")
 """Lets one process make or migrate tables at a time. The number is "grad" in ASCII."""
 
 _TABLES = f"""
-create table meta (version integer primary key, ids bigint not null default 0);
+create table meta (version integer primary key, ids bigint not null default {1 - ID_BLOCK});
 create sequence ids increment {ID_BLOCK};
 create table buffers (
     namespace text collate "C" not null,
@@ -105,7 +105,7 @@ insert into meta values ({FORMAT});
 
 _UPGRADE = f"""
 lock table meta in access exclusive mode;
-alter table meta add column ids bigint not null default 0, add primary key (version);
+alter table meta add column ids bigint not null default {1 - ID_BLOCK}, add primary key (version);
 alter table pushes alter namespace type text collate "C", alter id type text collate "C";
 alter table keys add column seal bytea;
 update keys set seal = {SEAL_OF_KEY};

@@ -38,7 +38,7 @@ from service.buffers.postgres.transaction import PostgresTransaction, Trial, Wri
 from service.buffers.restore import Restore
 from service.buffers.store import Allocate, Committed, after_commit, settle, without_traceback
 from service.engine.pool import Pool
-from service.errors import GradserveError, StoreFailed
+from service.errors import GradserveError, StoreFailed, StoreFull
 
 logger = logging.getLogger(__name__)
 
@@ -157,16 +157,18 @@ class Writer:
         failpoints.hit("staged")
 
     def _is_admitted(self, submission: Submission) -> bool:
-        """Return whether the request comes so far as to write its gradients. Raises `StoreFull`."""
+        """Return whether the request comes so far as to write its gradients."""
         trial = Batch([submission], [])
         with self._database.workers.lend() as connection:
             found = trial.find(self._database, connection, self._key_seconds, locks=False)
-        with suppress(WritesError):
-            assert found is not None
-            self._perform(connection, trial, submission, found, Trial)
-            return False
-        self._janitor.check_room(submission.request, Outcome({}, is_new=True))
-        return True
+        with suppress(StoreFull):
+            try:
+                assert found is not None
+                self._perform(connection, trial, submission, found, Trial)
+            except WritesError:
+                self._janitor.check_room(submission.request, Outcome({}, is_new=True))
+                return True
+        return False
 
     # ----- the writer thread -----
 
