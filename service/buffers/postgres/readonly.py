@@ -72,9 +72,9 @@ NEXT_ID = Statement("""
 
 LAST_ID = Statement("""
     select greatest((select max(value) from deltas), (select max(blob) from deltas), (select max(blob) from chunks),
-                    (select max(blob) from unowned), (select (to_jsonb(meta) ->> 'ids')::bigint from meta), $1::bigint)
+                    (select max(blob) from unowned), (select (to_jsonb(meta) ->> 'ids')::bigint from meta))
 """)
-"""The largest number that the rows have, that a server has taken, or that a buffer has. Format 8 lacks the second."""
+"""The largest number that the rows have, or that a server has taken, which format 8 does not say."""
 
 OUTCOMES = Statement(f"""
     select digest, at, outcome, coalesce(to_jsonb(keys) ->> 'seal' = {SEAL_OF_KEY}::text, true) from keys
@@ -91,7 +91,6 @@ class PostgresMoment:
         self._connection, self._connect, self._schema = connection, connect, schema
         self._seqs: dict[int, int] = {}
         """The `seq` of the last delta of each running value, as the records have it."""
-        self._last_id = 0
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
         for namespace, name, packed, seq in self._connection.ask(ALL_RECORDS(prefix)):
@@ -101,7 +100,6 @@ class PostgresMoment:
             except BufferCorrupt:
                 yield full_name, None
                 continue
-            self._last_id = max(self._last_id, record.id)
             if record.value is not None:
                 self._seqs[record.value] = seq
             yield full_name, record
@@ -129,7 +127,7 @@ class PostgresMoment:
     def other_findings(self, values: Collection[int]) -> Iterator[str]:
         staged: set[int] = set()
         yield from _damaged_pushes(self._connection, staged)
-        yield from _leftovers(self._connection, [*values, *staged], self._last_id)
+        yield from _leftovers(self._connection, [*values, *staged])
         with self._connect() as connection:
             yield from _damaged_keys(connection, self._schema)
 
@@ -212,7 +210,7 @@ def _damaged_pushes(connection: Connection, staged: set[int]) -> Iterator[str]:
     yield f"{len(pushes)} incomplete pushes, {len(staged)} staged gradients"
 
 
-def _leftovers(connection: Connection, values: Collection[int], last_id: int) -> Iterator[str]:
+def _leftovers(connection: Connection, values: Collection[int]) -> Iterator[str]:
     """Yield lines about gradients and blobs, as the transaction of the connection sees them."""
     ((count, blobs, size),) = connection.ask(GRADIENTS())
     yield f"{count} gradients, {blobs} of them in blobs; {size} bytes"
@@ -226,7 +224,7 @@ def _leftovers(connection: Connection, values: Collection[int], last_id: int) ->
         yield f"{WRONG}the blob {blob} of the value {value} will be deleted, although it is used"
     for blob, size in connection.ask(BLOBS_OF_NOTHING()):
         yield f"{WRONG}the blob {blob} of {size} bytes belongs to no gradient"
-    (following,), (last,) = connection.ask(NEXT_ID())[0], connection.ask(LAST_ID(last_id))[0]
+    (following,), (last,) = connection.ask(NEXT_ID())[0], connection.ask(LAST_ID())[0]
     if last is not None and last >= following:
         yield f"{WRONG}the sequence ids goes on with {following}, but the id {last} has been used: servers correct it"
 

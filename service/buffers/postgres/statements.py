@@ -44,9 +44,6 @@ SETTINGS = f"""
 """
 """Behind these columns comes the format of the store."""
 
-NO_LIMITS = Statement(f"select {NO_LIMIT.format('false')}")
-"""The same for statements outside of a transaction."""
-
 COMMIT = Statement("commit")
 
 NOW = Statement("select coalesce($1::double precision, extract(epoch from now()))")
