@@ -54,6 +54,8 @@ class Received(NamedTuple):
     sent: str
     answers: str
     key: Key | None
+    changes: bool = True
+    """Whether the request changes buffers, so that their number has a limit."""
 
     @property
     def is_empty(self) -> bool:
@@ -70,7 +72,7 @@ async def receive(call: Call, *, changes: bool = True) -> Received:
     body = await read_body(call)
     # The key has a hash of the body: 3 MB take half a millisecond.
     key = await call.offload(len(body) <= INLINE_BYTES, key_of, call, body) if changes else None
-    return Received(body, sent, answers, key)
+    return Received(body, sent, answers, key, changes)
 
 
 async def receive_no_body(call: Call) -> Received:
