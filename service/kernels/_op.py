@@ -59,6 +59,11 @@ class Operator:
     sparse: Callable[..., Any] | None
     """A function with the kernel's parameters. It returns the only output as an object that computes pieces of it."""
 
+    @property
+    def is_slow_at_first(self) -> bool:
+        """Whether the next call imports what most servers never need: modules that are `LATE` in the kernel's module."""
+        return not sys.modules.keys() >= getattr(sys.modules[self.kernel.__module__], "LATE", frozenset())
+
     @cached_property
     def inputs_by_name(self) -> Mapping[str, Tensor]:
         """The inputs, name -> tensor."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from scipy.special import erfcx
 
 from service.dtypes import FLOAT64, Array
 from service.errors import ShapeMismatch
@@ -20,6 +19,7 @@ from service.kernels._op import op
 from service.kernels._types import T
 
 FAMILY = "Activations"
+LATE = {"scipy.special"}
 
 FAR = 40.0
 """Beyond this and below its negative, GELU's slope is 1 and 0 in float64."""
@@ -134,6 +134,8 @@ def _reflect(X: Array, slope: Array, spare: Array) -> None:
 def _erf_slope(a: Array, out: Array, spare: Array) -> None:
     """out = exp(-a^2 / 2) * (erfcx(a / sqrt(2)) / 2 - a / sqrt(2 * pi))."""
     if a.dtype == FLOAT64:
+        from scipy.special import erfcx
+
         np.multiply(a, np.sqrt(0.5), out=out)
         erfcx(out, out=out)
         np.multiply(out, 0.5, out=out)

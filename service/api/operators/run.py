@@ -163,6 +163,8 @@ def computes_at_once(call: Call, job: Job) -> bool:
     size = _size(job)
     if job.operator.multiply_adds is not None or len(job.tensors) > INLINE_MEMBERS or not is_small(call, size):
         return False
+    if job.operator.is_slow_at_first:
+        return False
     return size <= INLINE_HALF_BYTES or all(tensor.dtype.itemsize != 2 for tensor in job.tensors.values())
 
 
