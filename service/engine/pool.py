@@ -122,18 +122,17 @@ class Pool:
             if task.turn is None:
                 self.begun += 1
                 if self.begun <= self._threads + 1:
-                    self.executor.submit(self._run, task)
+                    self.executor.submit(self._run, [task])
                 else:
-                    threading.Thread(target=self._run, args=(task,)).start()
+                    threading.Thread(target=self._run, args=([task],)).start()
         sys.setswitchinterval(BUSY_SWITCH_SECONDS if self._running else IDLE_SWITCH_SECONDS)
 
     def _next(self) -> _Task[Any] | None:
         total = self._running.total()
         most = 1 if total >= self._threads else max(1, self._threads - self._queue.is_shared())
         task = self._queue.take([name for name, count in self._running.items() if count >= most], last=self._running)
-        if task is None and total < self._threads:  # one that has begun leaves no thread idle
-            task = self._queue.take(fits=lambda first: first.turn is not None)
-        return task
+        begun = total < self._threads and task is None  # then one that has begun, rather than an idle thread
+        return self._queue.take(fits=lambda first: first.turn is not None) if begun else task
 
     def _go_on(self, task: _Task[Any]) -> None:
         self._running[task.namespace] += 1
@@ -145,12 +144,14 @@ class Pool:
         self._queue.charge(task.namespace, time.perf_counter() - task.began)
         self._running -= Counter([task.namespace])  # without zeros
 
-    def _run(self, task: _Task[Any]) -> None:
-        self._own.task = task
+    def _run(self, only: list[_Task[Any]]) -> None:
+        """Run the only task of the list. An error's traceback has this frame and its caller's: neither may keep it."""
+        self._own.task = task = only.pop()
         task.run()
         del self._own.task
         with self._changed:
             self._stop(task)
+            del task
             self.begun -= 1
             self._start()
             self._changed.notify_all()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -144,13 +146,20 @@ def test_closing_drops_what_waits_and_finishes_what_runs(make: Callable[[int], B
 
 def test_many_tasks_of_many_namespaces_all_run(make: Callable[[int], Blocked]) -> None:
     pool = Pool(2)
-    futures = [pool.submit(partial(divmod, number, 7), str(number % 5)) for number in range(2000)]
+    threads = set[str]()
+
+    def work(number: int) -> tuple[int, int]:
+        threads.add(threading.current_thread().name)
+        return divmod(number, 7)
+
+    futures = [pool.submit(partial(work, number), str(number % 5)) for number in range(2000)]
     cancelled = [future.cancel() for future in futures[::3]]
     assert [f.result(PATIENCE) for n, f in enumerate(futures) if not f.cancelled()] == [
         divmod(n, 7) for n in range(2000) if not futures[n].cancelled()
     ]
     assert sum(cancelled) == sum(future.cancelled() for future in futures)
     assert pool.waiting() == pool.waiting("3") == 0
+    assert len(threads) <= 3
     pool.close()
 
 
@@ -203,8 +212,9 @@ class Long:
         return self._pool.submit(partial(self._run, name, parts), name[0])
 
     def _run(self, name: str, parts: int) -> str:
-        thread = threading.get_ident()
+        thread, end = threading.get_ident(), time.monotonic() + 2 * PATIENCE
         while self.parts[name] < parts and not self.enough.wait(0.0001):
+            assert time.monotonic() < end
             self.parts[name] += 1
             self._pool.give_way(self._claim)
             assert threading.get_ident() == thread
@@ -333,13 +343,44 @@ def test_many_tasks_that_give_way_fail_or_leave(sliced: Callable[[int], Pool]) -
 def test_closing_finishes_what_waits_for_its_turn(sliced: Callable[[int], Pool]) -> None:
     pool = sliced(1)
     tasks = Long(pool)
-    begun = [tasks.submit("a0"), tasks.submit("b0"), tasks.submit("c0"), tasks.submit("d0")]
+    begun = [tasks.submit(name) for name in ("a0", "b0", "c0", "d0")]
     tasks.wait("a0", "b0", "c0", "d0")
+    last = Long(pool)
+    begun.append(last.submit("e0"))
+    last.wait("e0")
     dropped = [tasks.submit("a1"), tasks.submit("d1")]
     closing = threading.Thread(target=pool.close)
     closing.start()
     wait_until(lambda: all(future.cancelled() for future in dropped))
     assert not any(future.done() for future in begun)
     tasks.enough.set()
+    assert [future.result(PATIENCE) for future in begun[:4]] == ["a0", "b0", "c0", "d0"]
+    closing.join(0.1)
+    assert closing.is_alive()
+    last.enough.set()
     closing.join(PATIENCE)
-    assert [future.result(0) for future in begun] == ["a0", "b0", "c0", "d0"]
+    assert begun[4].result(0) == "e0"
+
+
+def test_a_task_keeps_its_thread_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "SLICE_SECONDS", 2 * PATIENCE)
+    pool = Pool(1)
+    tasks = Long(pool)
+    futures = [tasks.submit("a0"), tasks.submit("b0")]
+    other = pool.submit(str, "c")
+    tasks.wait("a0", "b0")
+    assert not other.done()
+    tasks.enough.set()
+    for future in [*futures, other]:
+        future.result(PATIENCE)
+    pool.close()
+
+
+def test_a_thread_keeps_nothing_of_its_task(sliced: Callable[[int], Pool]) -> None:
+    class Value:
+        pass
+
+    future = sliced(1).submit(Value, "a")
+    value = weakref.ref(future.result(PATIENCE))
+    del future
+    wait_until(lambda: value() is None)
