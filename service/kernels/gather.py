@@ -15,7 +15,6 @@ from service.kernels._scatter import add_rows, clear, flat_indices, output_size,
 from service.kernels._types import Shape, T, Tind
 
 FAMILY = "Indexing, slicing and joining"
-LATE = {"scipy.sparse"}
 
 SORT_BYTES = 16
 """Bytes that NumPy takes to sort an index: its place, and as much to merge."""

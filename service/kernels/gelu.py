@@ -19,7 +19,6 @@ from service.kernels._op import op
 from service.kernels._types import T
 
 FAMILY = "Activations"
-LATE = {"scipy.special"}
 
 FAR = 40.0
 """Beyond this and below its negative, GELU's slope is 1 and 0 in float64."""

@@ -22,7 +22,6 @@ from service.kernels._scatter import clear, flat_indices, output_size, read_shap
 from service.kernels._types import Element, NotNegative, Rank2, Shape, T, Tind
 
 FAMILY = "Indexing, slicing and joining"
-LATE = {"scipy.sparse"}
 
 
 @op(

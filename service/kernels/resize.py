@@ -22,7 +22,6 @@ from service.kernels._resize_taps import Coordinates, Kind, Mode, Nearest, Shape
 from service.kernels._types import Bit, Rank4, T, U, V
 
 FAMILY = "Convolution, pooling and resizing"
-LATE = {"scipy.sparse"}
 
 FEW_NEIGHBOURS = 32
 """Neighbours in memory below which it is faster to copy a block so that it has more."""

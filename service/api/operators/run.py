@@ -163,9 +163,9 @@ def computes_at_once(call: Call, job: Job) -> bool:
     size = _size(job)
     if job.operator.multiply_adds is not None or len(job.tensors) > INLINE_MEMBERS or not is_small(call, size):
         return False
-    if job.operator.is_slow_at_first:
+    if size > INLINE_HALF_BYTES and any(tensor.dtype.itemsize == 2 for tensor in job.tensors.values()):
         return False
-    return size <= INLINE_HALF_BYTES or all(tensor.dtype.itemsize != 2 for tensor in job.tensors.values())
+    return job.operator.has_computed(job.tensors)
 
 
 def _compute(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:
