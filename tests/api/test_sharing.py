@@ -37,7 +37,7 @@ class Tenants:
         return {"Authorization": f"Bearer {self._secrets[name]}"} if self._secrets else {}
 
     def client(self, name: str) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers=self.headers(name), timeout=30)
+        return httpx.Client(base_url=self.url, headers=self.headers(name), timeout=120)
 
     def run(self, name: str, size: int) -> httpx.Response:
         """Run ReluGrad on two tensors of `size` elements."""
