@@ -14,14 +14,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from service import dtypes
-from service.dtypes import DTYPES, Array, DType
+from service.dtypes import DTYPES, Array
 from service.errors import TensorTooLarge, UnknownTensor, shown
 from service.kernels._types import Attribute, Tensor, read_attribute, read_tensor
 
@@ -58,12 +58,6 @@ class Operator:
     """
     sparse: Callable[..., Any] | None
     """A function with the kernel's parameters. It returns the only output as an object that computes pieces of it."""
-
-    _computed: set[frozenset[DType]] = field(default_factory=set, init=False, repr=False)
-
-    def has_computed(self, tensors: Mapping[str, Array]) -> bool:
-        """Return whether a call with these dtypes has ended. The first may import what most servers never need."""
-        return _dtypes(tensors) in self._computed
 
     @cached_property
     def inputs_by_name(self) -> Mapping[str, Tensor]:
@@ -141,7 +135,6 @@ class Operator:
             known = {*self.output_names}  # a plain name may have a dot, too
             selection = {"wanted": [name if name in known else name.partition(".")[0] for name in wanted]}
         result = self.kernel(*self._in_order(tensors), **self._in_python(attributes), **selection)
-        self._computed.add(_dtypes(tensors))
         results = dict(zip(self.output_names, result if isinstance(result, tuple) else (result,), strict=True))
         if self.has_groups:
             results = _flat(results)
@@ -275,10 +268,6 @@ def _sorted(group: Mapping[str, Array] | None) -> Mapping[str, Array] | None:
     if group is None or not all(map(str.isdecimal, group)):
         return group
     return {member: group[member] for member in sorted(group, key=int)}
-
-
-def _dtypes(tensors: Mapping[str, Array]) -> frozenset[DType]:
-    return frozenset([tensor.dtype for tensor in tensors.values()])
 
 
 def _flat(results: Mapping[str, Any]) -> dict[str, Array]:

@@ -132,9 +132,9 @@ def _reflect(X: Array, slope: Array, spare: Array) -> None:
 
 def _erf_slope(a: Array, out: Array, spare: Array) -> None:
     """out = exp(-a^2 / 2) * (erfcx(a / sqrt(2)) / 2 - a / sqrt(2 * pi))."""
-    if a.dtype == FLOAT64:
-        from scipy.special import erfcx
+    from scipy.special import erfcx  # late: most servers never need it
 
+    if a.dtype == FLOAT64:
         np.multiply(a, np.sqrt(0.5), out=out)
         erfcx(out, out=out)
         np.multiply(out, 0.5, out=out)

@@ -145,6 +145,6 @@ def test_a_thread_imports_what_most_servers_never_need() -> None:
     """In the event loop an import would hold all requests."""
     done = subprocess.run([sys.executable, "-c", LATE_IMPORTS], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == [
-        "GeluGrad float64 scipy.special gradserve",
+        "GeluGrad float32 scipy.special gradserve",
         "ResizeGrad float32 scipy.sparse gradserve",
     ], done.stderr
