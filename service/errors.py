@@ -169,7 +169,7 @@ class UnsupportedMediaType(GradserveError, status=415, code="unsupported_media_t
     """Unsupported media type or encoding."""
 
     def __init__(self, detail: str, accepted: Mapping[str, str]) -> None:
-        """Make an error from `detail`. `accepted` is the answer's header that says what would be read."""
+        """Make an error from `detail`. `accepted` has the answer's headers that say what would be read."""
         super().__init__(detail)
         self.accepted = accepted
 

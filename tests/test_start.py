@@ -52,6 +52,32 @@ def test_another_service_put_over_ours_is_named(project: Path) -> None:
     assert done.stderr.startswith(HIDES.format(project / "service" / "__init__.py"))
 
 
+def test_a_start_imports_nothing_that_most_servers_never_use() -> None:
+    """Its processor time is that of imports, for the most part."""
+    command = [sys.executable, "-X", "importtime", "-m", "gradserve", "serve", "--port", "0"]
+    environment = {**os.environ, "GRADSERVE_STORE": "memory:"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        lines = []
+        for line in server.stderr:
+            lines.append(line)
+            if " at http://" in line:
+                server.terminate()
+    names = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert {"numpy", "service.api.app", "service.kernels._op", "service.kernels._scatter"} <= names
+    unused = [
+        "gradserve_client",
+        "onnx",
+        "opentelemetry.exporter",
+        "opentelemetry.sdk",
+        "psycopg",
+        "psycopg_c",
+        "scipy",
+    ]
+    unused += ["service.api.telemetry.tracing", "service.buffers.postgres", "service.graphs"]
+    assert [name for name in names if f"{name}.".startswith(tuple(f"{one}." for one in unused))] == []
+
+
 @pytest.mark.parametrize("module", ["gradserve", "service"])
 def test_on_windows_it_says_where_it_runs(module: str, tmp_path: Path) -> None:
     program = f"""

@@ -28,6 +28,7 @@ from service.api.http.negotiation import PATCH_TYPES
 from service.api.http.problems import CLIENT_GONE, answer_bug, answer_error
 from service.api.http.routing import UNKNOWN, Endpoint, Table
 from service.api.http.waiting import Waiting
+from service.api.operators import rest
 from service.api.telemetry.logs import StoreLog
 from service.api.telemetry.metrics import GRAPH_CACHE_BYTES, IN_FLIGHT_BYTES, Metrics, Observer
 from service.buffers.store import Allocate, Committed, Store, uncounted
@@ -67,7 +68,6 @@ class Application(FastAPI):
             description="The gradient kernels of ONNX Runtime over HTTP, and buffers that count each gradient once.",
             lifespan=_lifespan,
             openapi_url=None,  # `static.py` serves it
-            generate_unique_id_function=lambda route: route.name,  # an operation has the name of its handler
         )
         self.metrics, self.history, self.observers, self.store_log = metrics, history, observers, StoreLog()
         self.table = Table(routers)
@@ -82,11 +82,11 @@ class Application(FastAPI):
         )
         cache = Cache(settings.graph_cache_bytes, partial(metrics.set, GRAPH_CACHE_BYTES))
         self.services = Services(settings, admission, cache, regions=regions)
-        for router in routers:
-            self.include_router(router, responses=openapi.ERRORS)
+        self._routers = routers
 
     def openapi(self) -> dict[str, Any]:
-        return openapi.document_of(self)
+        """Return the OpenAPI document. This takes seconds."""
+        return openapi.document_of(self, [*self._routers, rest.declared()])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

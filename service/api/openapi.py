@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from service.api.http import problems
@@ -31,7 +31,7 @@ _KEY = {"type": "http", "scheme": "bearer", "description": "An API key, if the s
 
 _RETRY = answer_header("Retry-After", "Seconds to wait before a retry; sent with 429 and 503.")
 
-ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
+_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
     ("4XX", "5XX"), {"model": problems.Problem | problems.ProtocolError}
 )
 """The errors of every endpoint. `_complete` says which form they have at its path."""
@@ -53,14 +53,17 @@ INT32_LIMIT = 1 << 31
 INT64_LIMIT = 1 << 63
 
 
-def document_of(app: FastAPI) -> dict[str, Any]:
-    """Return the document of the application's endpoints."""
+def document_of(app: FastAPI, routers: Sequence[APIRouter]) -> dict[str, Any]:
+    """Return the document of the endpoints of the application's routers."""
+    included = APIRouter(generate_unique_id_function=lambda route: route.name)  # that of its handler
+    for router in routers:
+        included.include_router(router, responses=_ERRORS)
     document = get_openapi(
         title=app.title,
         version=app.version,
         summary=app.description,
         description=_DESCRIPTION,
-        routes=app.routes,
+        routes=included.routes,
         tags=[{"name": name, "description": text} for name, text in _TAGS.items()],
         contact={"name": "The gradserve authors"},
         license_info={"name": "Apache License 2.0", "identifier": "Apache-2.0"},

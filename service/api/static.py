@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import cache
 from importlib.resources import files
 from mimetypes import guess_type
@@ -43,7 +45,7 @@ _TYPES = {".css": "text/css; charset=utf-8", ".html": "text/html; charset=utf-8"
 def routes(schema: Callable[[], dict[str, Any]]) -> APIRouter:
     """Return the endpoints of both pages, of their files, and of the schema."""
     router = APIRouter(include_in_schema=False)
-    text = cache(lambda: orjson.dumps(schema()))  # all answers share these bytes
+    text: Future[bytes | memoryview] | None = None  # all answers share these bytes
     page = get_swagger_ui_html(
         openapi_url="openapi.json",  # relative paths work behind a proxy with a prefix
         title="gradserve",
@@ -76,7 +78,10 @@ def routes(schema: Callable[[], dict[str, Any]]) -> APIRouter:
     @router.get("/openapi.json")
     @access(label="page", open=True)
     async def openapi(call: CurrentCall) -> Answer:
-        return Answer([text()], JSON)
+        nonlocal text
+        if text is None:  # a thread writes it once: it takes seconds, which other requests must not wait
+            text = call.engine.pool.submit(lambda: orjson.dumps(schema()))
+        return Answer([await asyncio.wrap_future(text)], JSON)
 
     return router
 

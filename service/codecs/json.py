@@ -30,6 +30,16 @@ from service.limits import Limits
 
 Encoding: TypeAlias = Literal["list", "base64"]
 
+_FOREIGN = {
+    ":": "a prefix like data:...;base64,",
+    "\n": "line breaks",
+    "\r": "line breaks",
+    " ": "blanks",
+    "-": "- or _ of the alphabet for URLs",
+    "_": "- or _ of the alphabet for URLs",
+}
+"""What programs write into base64, by a sign of it."""
+
 DIAGNOSED_BYTES = 2 << 20
 """The largest body, in bytes, whose errors name the place of a mistake.
 
@@ -113,13 +123,17 @@ class Document:
         self.encoding = "base64"
         self._check_shape(name, shape, dtype)
         place, size = f"{name}.base64", len(text) * 3 // 4
-        if size > math.prod(shape) * dtype.itemsize + 4:  # do not decode a text that is far too long
-            raise wrong_size(place, name, size, dtype, shape)
+        is_long = size > math.prod(shape) * dtype.itemsize + 4  # do not decode a text that is far too long
         try:
-            data = pybase64.b64decode(text, validate=True)
+            data = b"" if is_long else pybase64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
-            problem = f"{place} is not base64 in the standard alphabet (A-Z a-z 0-9 + /), padded with ="
-            raise InvalidTensor(problem, tensor=name) from None
+            data = None
+        if data is None or is_long:
+            found = next((f"has {what}, but must be" for sign, what in _FOREIGN.items() if sign in text), None)
+            if is_long and found is None:
+                raise wrong_size(place, name, size, dtype, shape)
+            problem = f"{place} {found or 'is not'} base64 in the standard alphabet (A-Z a-z 0-9 + /), padded with ="
+            raise InvalidTensor(problem, tensor=name)
         return view(place, name, data, dtype, shape)
 
     def finish(self) -> None:

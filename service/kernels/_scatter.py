@@ -7,10 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-# The private loop behind scipy's `csc_array @ dense`, which adds into existing memory. The public product makes a new
-# array of the output's size and takes 3 to 100 times as long. tests/kernels/test_scipy_private.py fails if it changes.
-from scipy.sparse._sparsetools import csc_matvecs
-
 from service.dtypes import INT64, Array, DType, compute_dtype
 from service.errors import IndexOutOfRange, InvalidTensor, TooManyDimensions
 from service.kernels._blocks import block_length, claim, share_out, spare_memory
@@ -113,6 +109,11 @@ def add_rows(sums: Array, targets: Array, rows: Callable[[slice], Array]) -> Non
     """
     size, width = sums.shape
     height = min(len(targets), max(1, block_length(sums.dtype) // width))
+    # The private loop behind scipy's `csc_array @ dense`, which adds into existing memory. The public product makes a
+    # new array of the output's size and takes 3 to 100 times as long. tests/kernels/test_scipy_private.py fails if it
+    # changes. Most servers never need it.
+    from scipy.sparse._sparsetools import csc_matvecs
+
     if width > 1:
         columns, ones = np.arange(height + 1), np.ones(height, sums.dtype)
     for start in range(0, len(targets), height or 1):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from scipy.special import erfcx
 
 from service.dtypes import FLOAT64, Array
 from service.errors import ShapeMismatch
@@ -133,6 +132,8 @@ def _reflect(X: Array, slope: Array, spare: Array) -> None:
 
 def _erf_slope(a: Array, out: Array, spare: Array) -> None:
     """out = exp(-a^2 / 2) * (erfcx(a / sqrt(2)) / 2 - a / sqrt(2 * pi))."""
+    from scipy.special import erfcx  # late: most servers never need it
+
     if a.dtype == FLOAT64:
         np.multiply(a, np.sqrt(0.5), out=out)
         erfcx(out, out=out)

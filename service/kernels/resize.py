@@ -12,9 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-# The private loops behind scipy's `csc_array @ dense` and `csr_array @ dense`, as in _scatter.py.
-from scipy.sparse._sparsetools import csc_matvecs, csr_matvecs
-
 from service.dtypes import FLOAT64, Array
 from service.errors import DtypeMismatch, InvalidParameter, InvalidTensor, MissingTensor, ShapeMismatch
 from service.kernels._blocks import block_length, claim, scratch, share_out, spare_memory
@@ -77,6 +74,8 @@ def resize_grad(
         _check_sizes(dY, X, chosen, given)
     kind = Kind(mode, coordinate_transformation_mode, nearest_mode, cubic_coeff_a, exclude_outside, antialias)
     taps = kind.taps(X.shape, dY.shape, chosen, given, roi)
+    from scipy.sparse._sparsetools import csc_matvecs  # private, as in _scatter.py
+
     result = compute_wide({"dX": X.shape}, X.dtype, lambda memory: _run(csc_matvecs, dY, memory["dX"], taps))
     return result["dX"]  # type: ignore[return-value]
 
@@ -108,6 +107,8 @@ def resize(
     elif X.dtype.kind in "iub":
         raise DtypeMismatch(f"X is {X.dtype}, but must have floats unless the mode is nearest", tensor="X")
     else:
+        from scipy.sparse._sparsetools import csr_matvecs
+
         Y = compute_wide({"Y": shape}, X.dtype, lambda memory: _run(csr_matvecs, X, memory["Y"], taps))["Y"]
     for axis, (_, _, outside) in taps.items():
         if outside.any():

@@ -404,12 +404,6 @@ def test_a_server_without_onnx_says_what_to_install(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [*refused, "501", "1 True", "200", "204"], done.stderr
 
 
-def test_a_server_without_graphs_does_not_load_onnx() -> None:
-    program = "import sys; import service.api.server; print([name for name in sys.modules if name.startswith('onnx')])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "[]\n", done.stderr
-
-
 def test_the_memory_of_an_upload_is_counted() -> None:
     """A megabyte of names becomes a hundred megabytes of Python's objects."""
     content = model(inputs=[f"{number:06}" for number in range(20_000)], outputs=["000000"])

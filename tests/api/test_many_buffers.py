@@ -96,6 +96,39 @@ def test_a_request_changes_a_bounded_number_of_buffers(change: str) -> None:
         assert CHANGES["zero"](client).status_code == 200
 
 
+def step(client: httpx.Client, **parameters: list[str]) -> httpx.Response:
+    return client.post("/v1/ops/SGDOptimizerV2", params=parameters, json={"lr": 1})
+
+
+STEPS: dict[str, Ask] = {
+    "from": lambda client: step(client, **{"from": ["weights:p.*", "gradients:p.*"]}),
+    "from an epoch": lambda client: step(client, **{"from": ["weights:p.*", "gradients:p.*@0"]}),
+    "set": lambda client: step(client, **{"from": ["weights:p.*", "gradients:p.*"], "set": ["updated_weights:p.*"]}),
+}
+
+
+@pytest.mark.parametrize("ask", [name for name in (CHANGES | STEPS) if name != "take named"])
+def test_no_more_names_of_a_prefix_are_read_than_show_that_they_are_too_many(
+    ask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """257 names are read in any case, to know whether there are few."""
+    read, names = list[int](), MemoryStore.names
+
+    def counted(store: MemoryStore, prefix: str, limit: int | None = None) -> list[str]:
+        found = names(store, prefix, limit)
+        read.append(len(found))
+        return found
+
+    with serving(max_tensors=300) as url, httpx.Client(base_url=url, timeout=30) as client:
+        for third in range(3):
+            many = {f"p.{third}.{number}": {"shape": [1]} for number in range(300)}
+            client.post("/v1/buffers/create", json={"buffers": many}).raise_for_status()
+        monkeypatch.setattr(MemoryStore, "names", counted)
+        assert_problem((CHANGES | STEPS)[ask](client), 413, "too_many_tensors", "limit is 300")
+        assert 300 < max(read) <= 302
+        assert len(ok(client.post("/v1/buffers/value", params={"prefix": "p."}))["buffers"]) == 900
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_a_repeated_request_is_answered_after_a_limit_was_lowered(tmp_path: Path, named: bool) -> None:
     names = [f"p.{number}" for number in range(3)]

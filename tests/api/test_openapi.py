@@ -173,11 +173,28 @@ def test_each_body_may_have_the_types_that_the_document_promises(client: httpx.C
     assert types == {"application/json", "application/merge-patch+json", "application/vnd.safetensors", MEDIA_TYPES[0]}
     for method, path, promised in _types_of_bodies(schema, "/v1"):
         for sent in types:
-            op = OPERATORS.get(path.removeprefix("/v1/ops/"))
-            params = None if op is None else dict(op.example_attributes)
-            headers = {"Content-Type": sent}
-            answer = client.request(method, path.format(name="b"), content=b"{", headers=headers, params=params)
+            answer = _send(client, method, path, sent)
             assert (answer.status_code != 415) is (sent in promised), (method, path, sent, answer.text)
+
+
+def test_each_415_names_the_types_that_the_endpoint_takes(client: httpx.Client, schema: Any) -> None:
+    """In Accept (RFC 9110, 15.5.16), and of a PATCH in Accept-Patch, too (RFC 5789, 2.2)."""
+    for method, path, promised in _types_of_bodies(schema, "/v1"):
+        for wrong in {"text/plain", "application/vnd.safetensors", "application/merge-patch+json"} - {*promised}:
+            answer = _send(client, method, path, wrong)
+            assert answer.status_code == 415, (method, path, wrong)
+            named = answer.headers["accept"].split(", ")
+            assert {*named} >= {*promised}
+            assert answer.headers.get("accept-patch") == (answer.headers["accept"] if method == "patch" else None)
+            assert 415 not in [_send(client, method, path, one).status_code for one in named], (method, path, wrong)
+
+
+def _send(client: httpx.Client, method: str, path: str, media_type: str) -> httpx.Response:
+    """Send a body of this type that is neither JSON nor a file."""
+    op = OPERATORS.get(path.removeprefix("/v1/ops/"))
+    params = None if op is None else dict(op.example_attributes)
+    headers = {"Content-Type": media_type}
+    return client.request(method, path.format(name="b"), content=b"{", headers=headers, params=params)
 
 
 def _types_of_bodies(schema: Any, prefix: str) -> list[tuple[str, str, list[str]]]:

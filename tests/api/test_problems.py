@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gc
 import gzip
 from collections.abc import Iterator
@@ -142,6 +143,22 @@ TENSORS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "base64 without a shape": ({"base64": "AACAPw=="}, ("dY", "shape")),
     "bad base64": ({"base64": "AAC*Pw==", "shape": [1]}, ("dY.base64", "alphabet")),
     "unpadded base64": ({"base64": "AACAPw", "shape": [1]}, ("dY.base64", "padded")),
+    "base64 in lines": (
+        {"base64": base64.encodebytes(bytes(800)).decode(), "shape": [200]},
+        ("dY.base64", "line breaks"),
+    ),
+    "base64 in long lines": (
+        {"base64": "\r\n".join(["A" * 1000] * 8), "shape": [1500]},
+        ("dY.base64 has line breaks", "alphabet"),
+    ),
+    "base64 with a line's end": ({"base64": "AACAPw==\n", "shape": [1]}, ("dY.base64", "line breaks")),
+    "base64 with blanks": ({"base64": "AACA Pw==" * 9, "shape": [1]}, ("dY.base64", "blanks")),
+    "base64 of a URL": (
+        {"base64": "data:application/octet-stream;base64,AACAPw==", "shape": [1]},
+        ("dY.base64 has a prefix like data:...;base64,", "alphabet"),
+    ),
+    "base64 for URLs": ({"base64": "AAC_Pw==", "shape": [1]}, ("dY.base64", "- or _")),
+    "long base64 for URLs": ({"base64": "AAC-" * 9, "shape": [1]}, ("dY.base64", "- or _")),
     "too few bytes": ({"base64": "AACAPw==", "shape": [2]}, ("dY.base64 holds 4 bytes", "takes 8")),
     "far too many bytes": ({"base64": "AACA" * 100, "shape": [1]}, ("dY.base64 holds 300 bytes", "takes 4")),
     "base64 of another type": ({"base64": 5, "shape": [1]}, ("dY.base64", "string", "5")),

@@ -37,7 +37,7 @@ class Tenants:
         return {"Authorization": f"Bearer {self._secrets[name]}"} if self._secrets else {}
 
     def client(self, name: str) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers=self.headers(name), timeout=30)
+        return httpx.Client(base_url=self.url, headers=self.headers(name), timeout=120)
 
     def run(self, name: str, size: int) -> httpx.Response:
         """Run ReluGrad on two tensors of `size` elements."""
@@ -177,7 +177,7 @@ def test_small_requests_beyond_the_queue_are_refused(monkeypatch: pytest.MonkeyP
         assert client.put("/v1/buffers/a", json={"shape": [1]}).status_code == 201
 
 
-LENGTH, SIZE = 4000, 256
+LENGTH, SIZE = 1500, 256
 """A chain of matrix products. It takes more than a second."""
 
 
@@ -186,7 +186,7 @@ def upload(server: Tenants, name: str, graph: str, content: bytes) -> None:
         client.put(f"/v1/graphs/{graph}", content=content).raise_for_status()
 
 
-@pytest.mark.parametrize(("threads", "names"), [(1, "abc"), (1, "aaabb"), (2, "aabbcc")])
+@pytest.mark.parametrize(("threads", "names"), [(1, "abc"), (1, "aab"), (2, "aabbc")])
 def test_long_graphs_let_a_small_one_go_first(tmp_path: Path, threads: int, names: str) -> None:
     """The small one is planned and answered while each long one has still far to go. These lose nothing."""
     with tenants(tmp_path, "abcdz", threads=threads, max_bytes_in_flight=64 * MOST) as server, ExitStack() as stack:

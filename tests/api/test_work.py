@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -90,3 +93,58 @@ def test_a_small_body_with_many_gradients_leaves_the_event_loop_free() -> None:
             answer = client.post("/v1/buffers/accumulate", json={f"a{k}": 1 for k in range(count)})
             assert_problem(answer, 404, "unknown_buffer")
             assert f'gradserve_phase_seconds_count{{phase="queue"}} {queued}.0' in client.get("/metrics").text
+
+
+def test_others_are_answered_while_a_thread_writes_the_openapi_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, others_answered, count = threading.Event(), threading.Event(), list[None]()
+
+    def write(*_: object) -> dict[str, bool]:
+        count.append(None)
+        began.set()
+        return {"beside others": others_answered.wait(30)}
+
+    monkeypatch.setattr("service.api.openapi.document_of", write)
+    with serving() as url, ThreadPoolExecutor(2) as clients:
+        asked = [clients.submit(httpx.get, f"{url}/openapi.json", timeout=60) for _ in range(2)]
+        assert began.wait(30)
+        for path in ("/v2/health/live", "/docs"):
+            httpx.get(url + path, timeout=60).raise_for_status()
+        others_answered.set()
+        assert [one.result().json() for one in asked] == [{"beside others": True}] * 2
+        assert httpx.get(f"{url}/openapi.json").json() == {"beside others": True}
+    assert len(count) == 1
+
+
+LATE_IMPORTS = """
+import sys
+import threading
+
+import httpx
+
+from service.kernels import OPERATORS
+from tests.serving import serving
+
+
+class Finder:
+    def find_spec(name, *_):
+        if name in ("scipy.special", "scipy.sparse"):
+            print(op, dtype, name, threading.current_thread().name.partition("_")[0])
+
+
+sys.meta_path.insert(0, Finder)
+with serving() as url, httpx.Client(base_url=url, timeout=60) as client:
+    for op in ("ReluGrad", "GeluGrad", "ResizeGrad"):
+        for dtype in ("float32", "float64"):
+            example = {name: {"dtype": dtype, "data": data} for name, data in OPERATORS[op].example.items()}
+            params = dict(OPERATORS[op].example_attributes)
+            client.post(f"/v1/ops/{op}", json=example, params=params).raise_for_status()
+"""
+
+
+def test_a_thread_imports_what_most_servers_never_need() -> None:
+    """In the event loop an import would hold all requests."""
+    done = subprocess.run([sys.executable, "-c", LATE_IMPORTS], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [
+        "GeluGrad float32 scipy.special gradserve",
+        "ResizeGrad float32 scipy.sparse gradserve",
+    ], done.stderr

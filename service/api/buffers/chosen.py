@@ -99,12 +99,13 @@ def distinct_names(names: list[str]) -> list[str]:
 
 
 async def names_with_prefix(call: Call, received: Received, prefix: str) -> list[str]:
-    """Return the buffers with the prefix; for a repeated request, the buffers of the original."""
+    """Return the buffers with the prefix, or enough of too many for a change; of a repeated request, its own."""
     known = await call.look_up(1, recalled, call.store, received.key)
     if known is not None:
         return [*known.receipts]
     names = await call.look_up(1, call.store.names, prefix, INLINE_LOOKUPS + 1)
-    return names if len(names) <= INLINE_LOOKUPS else await call.offload(False, call.store.names, prefix)
+    most = call.engine.limits.max_tensors + 1 if received.changes else None
+    return names if len(names) <= INLINE_LOOKUPS else await call.offload(False, call.store.names, prefix, most)
 
 
 async def change_all(
@@ -130,7 +131,7 @@ async def change_all(
         call.reserve(2 * known.memory_bytes)  # its receipts, as objects and as text
     elif len(names) > most:
         raise TooManyTensors(
-            f"The request would change {len(names)} buffers at once; the limit is {most} (GRADSERVE_MAX_TENSORS): send"
+            f"The request would change {len(names)} buffers or more; the limit is {most} (GRADSERVE_MAX_TENSORS): send"
             " it in parts, with longer prefixes, or with names, which GET /v1/buffers lists",
             limit=most,
         )

@@ -47,7 +47,7 @@ from service.api.buffers.specs import MAX_SPECS_BYTES, NewBuffer, NewBuffers, ru
 from service.api.http.answer import Answer
 from service.api.http.body import is_quick
 from service.api.http.call import Call, CurrentCall
-from service.api.http.negotiation import check_no_query
+from service.api.http.negotiation import MEDIA_TYPES, check_no_query
 from service.api.http.routing import SAFETENSORS_BODY, access, body
 from service.buffers.changes import Create, Delete, Zero
 from service.buffers.epochs import names_bytes
@@ -113,8 +113,8 @@ async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateManyQuer
     refuse_headers(call, "If-Match")
     check_may_read(call, query)
     if (query.push, query.part, query.parts) != (None, None, None):
-        return await accumulate_part(call, await receive(call, changes=False), query)
-    received = await receive(call)
+        return await accumulate_part(call, await receive(call, MEDIA_TYPES, changes=False), query)
+    received = await receive(call, MEDIA_TYPES)
     changes, form = await adds_of(call, received, query)
     if not changes:
         raise MissingTensor("The body has no tensors; accumulate needs one per buffer, under the buffer's name")

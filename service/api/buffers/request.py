@@ -23,7 +23,7 @@ from service.buffers.record import Key, Record
 from service.buffers.rules import CloseIfDue
 from service.buffers.store import Store
 from service.codecs import json as json_codec
-from service.errors import BodyTooLarge, GradserveError, Invalid, MalformedBody, UnsupportedMediaType
+from service.errors import BodyTooLarge, GradserveError, Invalid, MalformedBody
 from service.limits import Limits
 
 M = TypeVar("M", bound=BaseModel)
@@ -54,6 +54,8 @@ class Received(NamedTuple):
     sent: str
     answers: str
     key: Key | None
+    changes: bool = True
+    """Whether the request changes buffers, so that their number has a limit."""
 
     @property
     def is_empty(self) -> bool:
@@ -61,16 +63,16 @@ class Received(NamedTuple):
         return len(self.body) <= MAX_EMPTY_BYTES and json_codec.without_mark(self.body).strip() in (b"", b"{}")
 
 
-async def receive(call: Call, *, changes: bool = True) -> Received:
-    """Read the body. A request without `changes` has no key."""
+async def receive(call: Call, takes: Sequence[str] = (JSON,), *, changes: bool = True) -> Received:
+    """Read the body, of a media type that the endpoint `takes`. A request without `changes` has no key."""
     # The answer to a DELETE of one buffer has no body and no media type.
-    sent, answers = (JSON, JSON) if call.method == "DELETE" and call.parameters else media_types(call)
+    sent, answers = (JSON, JSON) if call.method == "DELETE" and call.parameters else media_types(call, takes)
     if call.method != "PUT":
         refuse_headers(call, "If-None-Match")
     body = await read_body(call)
     # The key has a hash of the body: 3 MB take half a millisecond.
     key = await call.offload(len(body) <= INLINE_BYTES, key_of, call, body) if changes else None
-    return Received(body, sent, answers, key)
+    return Received(body, sent, answers, key, changes)
 
 
 async def receive_no_body(call: Call) -> Received:
@@ -84,7 +86,7 @@ async def receive_no_body(call: Call) -> Received:
 def parse_model(received: Received, model: type[M], max_bytes: int) -> M:
     """Return the body, of at most `max_bytes`, as a model.
 
-    Raises `UnsupportedMediaType`, `BodyTooLarge`, `MalformedBody`, `UnknownParameter` and `InvalidParameter`.
+    Raises `BodyTooLarge`, `MalformedBody`, `UnknownParameter` and `InvalidParameter`.
     """
     text, members = _text(received, max_bytes, MAX_LIST_ELEMENTS, parameters_of(model)), parameters_of(model)
     _known_members(json_codec.parse(json_codec.Text(text)), members)
@@ -118,8 +120,6 @@ def parse_models(received: Received, member: str, model: type[M], max_bytes: int
 
 def _text(received: Received, max_bytes: int, max_elements: int, members: Collection[str]) -> bytes:
     """Return the body if it can be JSON with these members, within the limits."""
-    if received.sent != JSON:
-        raise UnsupportedMediaType(f"Content-Type is {received.sent}, but must be {JSON} here", {"Accept": JSON})
     size = len(received.body)
     if size > max_bytes:
         raise BodyTooLarge(f"The body has {size} bytes; this request takes {max_bytes}, the limit", limit=max_bytes)

@@ -28,7 +28,7 @@ from service.api.buffers.request import form_of, parse_model, read_after_closing
 from service.api.buffers.specs import MAX_RULES_BYTES, NewBuffer, NewRules, rules_of
 from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.call import Call, CurrentCall
-from service.api.http.negotiation import check_no_query, media_types
+from service.api.http.negotiation import MEDIA_TYPES, check_no_query, media_types
 from service.api.http.offload import INLINE_BYTES, INLINE_TEXT_BYTES
 from service.api.http.routing import SAFETENSORS_BODY, access, body
 from service.api.http.waiting import ANY
@@ -204,7 +204,7 @@ async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQu
     """
     check_name(name)
     check_may_read(call, query)
-    received = await receive(call)
+    received = await receive(call, MEDIA_TYPES)
     tensors, form = await gradients(call, received)
     change = new_add(name, "gradient", only_gradient(tensors), query, match_of(call))
     await sort_rows(call, [change])

@@ -34,6 +34,9 @@ VERSIONS = (b" HTTP/1.1\r\n", b" HTTP/1.0\r\n")
 _is_host = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?").fullmatch
 """The value of Host: a name, an address, or nothing, and a port (RFC 3986, 3.2.2)."""
 
+_absolute = re.compile(rb"[a-z]+://([^/?]*)", re.IGNORECASE).match
+"""A target with the host, as clients send it to a proxy."""
+
 _chunk = re.compile(rb"(0*[0-9A-Fa-f]{1,15})[\t ]*(;[\t -~\x80-\xff]*)?\r\n").fullmatch
 """The size of a chunk, with blanks behind it and any extensions: they are not judged, because nothing reads them."""
 
@@ -120,6 +123,13 @@ class Head:
         if not hosts and self.version == "1.1":
             raise MalformedBody("The request has no Host header, but HTTP/1.1 needs one")
 
+    def replace_host(self) -> None:
+        """Let the host of an absolute target replace Host (RFC 9112, 3.2.2). Raises `MalformedBody`."""
+        if (absolute := _absolute(self.url)) is not None:
+            self.headers = [*((name, value) for name, value in self.headers if name != b"host"), (b"host", absolute[1])]
+            self.last = dict(self.headers)
+            self.check_host()
+
 
 class HeadReader:
     """Parses the bytes of one head."""
@@ -145,6 +155,8 @@ class HeadReader:
             return None
         head.method, head.version = parser.get_method().decode("ascii"), parser.get_http_version()
         head.check_host()
+        if not head.url.startswith(b"/"):
+            head.replace_host()
         head.keeps_alive = head.version == "1.1" and not upgraded and not head.has(b"connection", b"close")
         return head
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -23,22 +23,21 @@ PATCH_TYPES = (JSON, "application/merge-patch+json")
 """The types of a PATCH, which means what RFC 7396 says: an absent member stays, and null ends it."""
 
 
-def media_types(call: Call) -> tuple[str, str]:
+def media_types(call: Call, takes: Sequence[str] = MEDIA_TYPES) -> tuple[str, str]:
     """Return the media types of the body and of the answer. They are the same unless `Accept` names another.
 
-    Raises `UnsupportedMediaType` and `NotAcceptable`.
+    The body must have one of the types that the endpoint `takes`, or of a PATCH. Raises `UnsupportedMediaType` and
+    `NotAcceptable`.
     """
     header = call.headers.get(b"content-type", JSON.encode()).decode("latin-1")
     sent = header.partition(";")[0].strip().lower()
-    known = PATCH_TYPES if call.method == "PATCH" else MEDIA_TYPES
-    if sent not in known:
-        if call.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in call.headers:
-            accepted = ", ".join(known)
-            problem = f"Content-Type is {shown(header)}, but must be one of {accepted}"
-            raise UnsupportedMediaType(problem, {"Accept-Patch" if known is PATCH_TYPES else "Accept": accepted})
+    known = PATCH_TYPES if call.method == "PATCH" else takes
+    has_body = call.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in call.headers
+    if has_body and sent not in known:
+        fields = dict.fromkeys(["Accept", "Accept-Patch"] if known is PATCH_TYPES else ["Accept"], ", ".join(known))
+        raise UnsupportedMediaType(f"Content-Type is {shown(header)}, but must be {' or '.join(known)}", fields)
+    if sent not in MEDIA_TYPES:
         sent = JSON  # an empty body may have any type: curl -d '' calls it a form
-    if sent in PATCH_TYPES:
-        sent = JSON
     if b"accept" not in call.headers:
         return sent, sent
     accepted = call.joined(b"accept")

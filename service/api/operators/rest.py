@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -15,7 +16,7 @@ from service.api.buffers.receipts import receipts_text
 from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.body import header_of, is_quick, read_body
 from service.api.http.call import Call, CurrentCall
-from service.api.http.negotiation import media_types
+from service.api.http.negotiation import media_types, parse_query
 from service.api.http.routing import access
 from service.api.http.tensor_forms import read_tensor
 from service.api.operators import openapi
@@ -94,6 +95,7 @@ class EndpointQuery(BaseModel):
     contributor: str | None = Field(None, description="With `into`: who adds, 1 to 100 printable characters.")
 
 
+@cache
 def query_model(operator: Operator) -> type[EndpointQuery]:
     """Return the query parameters of the operator's endpoint, including its attributes."""
     fields = attribute_fields(operator)
@@ -211,24 +213,33 @@ def _besides(result: Result, name: str, encoding: json_codec.Encoding) -> Mappin
 
 
 def add_endpoint(operator: Operator) -> None:
-    """Give the operator its endpoint."""
+    """Give the operator its endpoint. What it declares for OpenAPI takes long to make, so `declared` does that."""
 
-    async def endpoint(call, query):  # type: ignore[no-untyped-def]
+    async def endpoint(call):  # type: ignore[no-untyped-def]
+        query = parse_query(call, query_model(operator))
         types = media_types(call)
         return await answer_body(call, operator, query, types, await read_body(call))
 
-    endpoint.__annotations__ = {
-        "call": CurrentCall,
-        "query": Annotated[query_model(operator), Query()],
-        "return": Answer,
-    }
-    router.add_api_route(
-        f"/v1/ops/{operator.name}",
-        access("ops", label="ops", operator=operator.name)(endpoint),
-        methods=["POST"],
-        name=operator.name,
-        **openapi.declaration(operator),
-    )
+    endpoint.__annotations__ = {"call": CurrentCall, "return": Answer}
+    handler = access("ops", label="ops", operator=operator.name)(endpoint)
+    router.add_api_route(f"/v1/ops/{operator.name}", handler, methods=["POST"], include_in_schema=False)
+
+
+def declared() -> APIRouter:
+    """Return a router that declares the endpoints of all operators, and serves none."""
+    found = APIRouter(tags=router.tags)
+    for operator in OPERATORS.values():
+
+        def endpoint(call, query): ...  # type: ignore[no-untyped-def]
+
+        endpoint.__annotations__ = {
+            "call": CurrentCall,
+            "query": Annotated[query_model(operator), Query()],
+            "return": Answer,
+        }
+        path, more = f"/v1/ops/{operator.name}", openapi.declaration(operator)
+        found.add_api_route(path, endpoint, methods=["POST"], name=operator.name, **more)
+    return found
 
 
 for _operator in OPERATORS.values():

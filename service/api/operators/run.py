@@ -33,6 +33,9 @@ from service.dtypes import Array
 from service.engine.engine import Reserve
 from service.errors import Busy, EpochGone, GradserveError, GraphTooSlow, SourceChanged
 
+_warm: set[str] = set()
+"""The operators that have computed in this process. The first time a kernel may import what most servers never need."""
+
 MAX_ATTEMPTS = 5
 """Times that a step is computed whose sources change meanwhile: steps of others that share them go first."""
 
@@ -95,7 +98,11 @@ async def _attempt(
     use = job.buffers
     inline = not use.sources and computes_at_once(call, job) and not (use.targets and call.store.blocks)
     work = call, job, inline, key
-    computed = _compute(*work) if inline else await call.offload(False, _compute, *work)
+    if inline:
+        computed = _compute(*work)
+    else:
+        computed = await call.offload(False, _compute, *work)
+        _warm.add(job.operator.name)
     answered = computed.answered
     coding = None
     if encoding is not None:
@@ -163,7 +170,9 @@ def computes_at_once(call: Call, job: Job) -> bool:
     size = _size(job)
     if job.operator.multiply_adds is not None or len(job.tensors) > INLINE_MEMBERS or not is_small(call, size):
         return False
-    return size <= INLINE_HALF_BYTES or all(tensor.dtype.itemsize != 2 for tensor in job.tensors.values())
+    if size > INLINE_HALF_BYTES and any(tensor.dtype.itemsize == 2 for tensor in job.tensors.values()):
+        return False
+    return job.operator.name in _warm
 
 
 def _compute(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:

@@ -32,7 +32,8 @@ def expanded(call: Call, job: Job, uses: Sequence[Use]) -> list[Use]:
             continue
         members: Sequence[str] | None = job.operator.inputs_by_name[use.tensor].members
         if members is None:
-            names = call.store.names(use.buffer, limits.max_tensors + 2)  # one may have the prefix alone as its name
+            most = limits.max_tensors - len(found) + 2  # one may have the prefix alone as its name
+            names = call.store.names(use.buffer, most)
             members = [name.removeprefix(use.buffer) for name in names if name != use.buffer]
             if not members:
                 raise unknown_prefix(use.buffer)

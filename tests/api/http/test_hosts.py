@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from service.keys import add
+from tests.api.test_body import Connection
 from tests.serving import assert_problem, serving
 
 KNOWN = [
@@ -63,6 +64,38 @@ def test_an_unknown_host_is_refused(url: str, host: str, method: str, path: str)
         assert repr(host) in answer.text
         assert SETTING in answer.text
     assert [one["name"] for one in httpx.get(f"{url}/v1/buffers").json()["buffers"]] == ["a"]
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://evil.example/v1/limits", "localhost", 403),
+        ("HTTPS://evil.example:80/v1/limits?a=1", "localhost", 403),
+        ("http://localhost/v1/limits", "evil.example", 200),
+        ("http://127.0.0.1:8000/v1/limits", "evil.example", 200),
+        ("http://[::1]/v1/limits", "evil.example", 200),
+        ("http://localhost@evil.example/v1/limits", "localhost", 400),
+        ("http:///v1/limits", "localhost", 400),
+        ("/http://evil.example/v1/limits", "localhost", 404),
+        ("/v1/limits?http://localhost/", "evil.example", 403),
+    ],
+)
+def test_the_host_of_an_absolute_target_replaces_host(
+    url: str, target: str, host: str, status: int, version: bytes
+) -> None:
+    """RFC 9112, 3.2.2."""
+    with Connection(url) as connection:
+        connection.send(b"GET %b HTTP/%b\r\nHost: %b\r\n\r\n" % (target.encode(), version, host.encode()))
+        assert connection.answer().status == status
+
+
+def test_an_absolute_target_needs_no_host_in_http_1_0_and_host_in_http_1_1(url: str) -> None:
+    for host, statuses in ((b"localhost", (200, 400)), (b"evil.example", (403, 400))):
+        for version, status in zip((b"1.0", b"1.1"), statuses, strict=True):
+            with Connection(url) as connection:
+                connection.send(b"GET http://%b/v1/limits HTTP/%b\r\n\r\n" % (host, version))
+                assert connection.answer().status == status
 
 
 @pytest.mark.parametrize("host", KNOWN)

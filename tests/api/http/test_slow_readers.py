@@ -129,7 +129,7 @@ def test_an_answer_must_be_read_at_the_least_rate(
 ) -> None:
     """The client reads a megabyte a second or more, without a longer pause."""
     monkeypatch.setattr(wire, "MIN_BYTES_PER_SECOND", least)
-    with serving(keep_alive=2 if least == 1 << 14 else 1) as url, ExitStack() as stack:
+    with serving(keep_alive=20 if least == 1 << 14 else 1) as url, ExitStack() as stack:
         create(url)
         slow = stack.enter_context(reader(url, name))
         wait_until(lambda: in_flight(url, "_bytes") > 0)
