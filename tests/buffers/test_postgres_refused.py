@@ -27,8 +27,8 @@ from tests.buffers.stores import PATIENCE
 SIZE = 1 << 20
 """Elements of a float32 gradient: 4 MB."""
 
-LITTLE_LOG = SIZE // 4
-"""Bytes of the log: a sixteenth of a gradient. The janitor writes some of it."""
+LITTLE_LOG = 2 * SIZE
+"""Bytes of the log: half a gradient. After a checkpoint the janitor writes whole pages."""
 
 MODEL = bytes(range(256)) * (SIZE // 64)
 
