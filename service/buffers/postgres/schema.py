@@ -171,7 +171,8 @@ def check_settings(database: Database, connection: Connection) -> None:
 _TAKE_IDS = Statement(f"""
     with {BLOB_TABLES}, used as (
         select greatest(
-            (select max(value) from deltas), (select max(blob) from deltas), (select max(first) + {ID_BLOCK - 1} from tables), 0
+            (select max(value) from deltas), (select max(blob) from deltas),
+            (select max(first) + {ID_BLOCK - 1} from tables), 0
         ) as id
     ), taken as (
         update meta set ids = greatest(
