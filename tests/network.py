@@ -21,7 +21,8 @@ class Network:
     """A proxy of the database at `port` of the loopback interface, in front of which clients use `url`."""
 
     def __init__(self, port: int) -> None:
-        self._target = ("127.0.0.1", port)
+        self.target = port
+        """Where new connections lead."""
         self._flows = threading.Event()
         self._flows.set()
         self._lose: Side | None = None
@@ -68,7 +69,7 @@ class Network:
             while True:
                 client, _ = self._listening.accept()
                 try:
-                    server = socket.create_connection(self._target, 5)
+                    server = socket.create_connection(("127.0.0.1", self.target), 5)
                     server.settimeout(None)
                 except OSError:
                     _close(client)

@@ -114,10 +114,13 @@ DAMAGE = {
         "the blob N of the value N will be deleted, although it is used"
     ],
     "update keys set outcome = 'x' where digest = (select max(digest) from keys where outcome <> '')": [
-        "N idempotency keys are damaged: a retry with one of them fails"
+        "N idempotency keys are damaged: a retry with one fails, or counts again"
+    ],
+    "update keys set digest = set_bit(digest, 5, 1 - get_bit(digest, 5)) where outcome <> ''": [
+        "N idempotency keys are damaged: a retry with one fails, or counts again"
     ],
     "alter sequence ids minvalue -9999 restart -5000": [
-        "the sequence ids goes on with -N, but the id N has been used: set it higher"
+        "the sequence ids goes on with -N, but the id N has been used: servers correct it"
     ],
 }
 """What is done to the store, and what the doctor says of it."""

@@ -158,9 +158,9 @@ def test_an_error_after_a_lost_answer_to_a_commit_counts_once(
     """The second attempt fails before it has looked whether the first is committed."""
     store = schema.open(network.url)
     create(store, "w")
-    usual, attempts = batch.Batch.lock, list[object]()
+    usual, attempts = batch.Batch.find, list[object]()
 
-    def lock(self: batch.Batch, database: Database, connection: Connection, key_seconds: float) -> Any:
+    def find(self: batch.Batch, database: Database, connection: Connection, key_seconds: float) -> Any:
         attempts.append(self)
         if attempts.count(self) == 2:
             failing()
@@ -168,7 +168,7 @@ def test_an_error_after_a_lost_answer_to_a_commit_counts_once(
 
     with monkeypatch.context() as patch:
         with together(store, patch, "made") as futures:
-            patch.setattr(batch.Batch, "lock", lock)
+            patch.setattr(batch.Batch, "find", find)
             Once(patch, "made", lambda: network.lose_commit("answer"))
         errors = [future.exception(PATIENCE) for future in futures]
     assert [type(error) for error in errors] == [BrokenError] * REQUESTS

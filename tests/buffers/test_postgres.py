@@ -15,6 +15,7 @@ import pytest
 
 from service.buffers import failpoints, perform
 from service.buffers.changes import Add, Create, Delete, Zero
+from service.buffers.doctor import examine
 from service.buffers.names import BufferName
 from service.buffers.packed import FORMAT
 from service.buffers.perform import Request, Wide
@@ -27,7 +28,7 @@ from service.buffers.sealed import unpack_record
 from service.errors import StoreFailed, TooManyTensors, UnknownBuffer
 from tests.buffers.calls import add, create, do, key, ones, spec, value
 from tests.buffers.postgres import Schema, until, until_changed
-from tests.buffers.stores import PATIENCE
+from tests.buffers.stores import MAX_BYTES, PATIENCE
 from tests.kernels.equality import assert_same_bits
 from tests.postgres import cluster
 
@@ -94,6 +95,43 @@ def test_defaults_of_the_database_break_nothing(schema: Schema, isolation: str) 
     finally:
         schema.ask("alter role postgres reset all")
     assert stores[1].record("w").count == 10
+
+
+@pytest.mark.parametrize(
+    ("lock", "use"),
+    {
+        "buffers in exclusive": lambda store, _: add(store, "w", 1.0),
+        "unowned in exclusive": lambda store, _: add(store, "large", ones(LARGE)),
+        "chunks in access exclusive": lambda store, _: value(store, "large"),
+        "deltas in access exclusive": lambda _, schema: [*examine(schema.url, MAX_BYTES, schema.name)],
+        "keys in share update exclusive": lambda _, schema: janitor.forget(schema.url, schema.name, 0, None),  # vacuums
+    }.items(),
+)
+def test_a_default_of_the_database_ends_no_long_transaction(schema: Schema, lock: str, use: Callable[..., Any]) -> None:
+    limits = ["statement_timeout", "transaction_timeout"]
+    known = [name for name in limits if schema.ask("select 1 from pg_settings where name = %s", name)]
+    for name in known:
+        schema.ask(f"alter role postgres set {name} = '300ms'")
+    waits = "wait_event_type = 'Lock' and now() - xact_start > interval '900 ms'"
+    try:
+        store = schema.open()
+        create(store, "w")
+        create(store, "large", shape=(LARGE,))
+        add(store, "large", ones(LARGE))
+        with schema.connected() as other, ThreadPoolExecutor(1) as thread:
+            for name in known:
+                other.execute(f"set {name} = 0".encode())
+            with other.transaction():
+                other.execute(f"lock table {lock} mode".encode())
+                used = thread.submit(use, store, schema)
+                until(
+                    lambda: used.done() or schema.ask(f"select 1 from pg_stat_activity where {waits}"),
+                    "nothing waits for the lock",
+                )
+                assert not used.done()
+            used.result(PATIENCE)
+    finally:
+        schema.ask("alter role postgres reset all")
 
 
 def test_overlapping_adds_through_two_stores_are_exact(schema: Schema) -> None:
@@ -403,11 +441,12 @@ def test_reads_of_a_database_that_is_away_fail_together(monkeypatch: pytest.Monk
     monkeypatch.setattr(outage, "AWAY_SECONDS", 0.0)
     usual, hangs, goes_on, tries = Database.connect, threading.Event(), threading.Event(), list[str]()
 
-    def connect(self: Database) -> Connection:
-        if hangs.is_set() and threading.current_thread().name.startswith("reader"):
-            tries.append(threading.current_thread().name)
+    def connect(self: Database, *seconds: float) -> Connection:
+        name = threading.current_thread().name
+        if hangs.is_set() and name.startswith(("gradserve-scout", "reader")):
+            tries.append(name)
             assert goes_on.wait(PATIENCE)
-        return usual(self)
+        return usual(self, *seconds)
 
     monkeypatch.setattr(Database, "connect", connect)
     with cluster() as server, ThreadPoolExecutor(8, thread_name_prefix="reader") as readers:
@@ -418,16 +457,15 @@ def test_reads_of_a_database_that_is_away_fail_together(monkeypatch: pytest.Monk
         with pytest.raises(StoreFailed):
             store.record("w")
         hangs.set()
-        first = readers.submit(store.record, "w")
-        until(lambda: bool(tries), "no read tries")
         uses: list[Callable[[], object]] = [lambda: store.record("w"), lambda: store.read(["w"]), store.records]
+        uses.append(store.check)
         for failed in [readers.submit(use) for use in uses * 2]:
             with pytest.raises(StoreFailed, match="the log of the server says why"):
                 failed.result(PATIENCE)
-        assert (len(tries), first.done()) == (1, False)
+        assert tries == ["gradserve-scout"]
         server.start()
         goes_on.set()
-        assert first.result(PATIENCE).count == 0
+        until(lambda: not readers.submit(store.record, "w").exception(), "the store does not read again")
         for found in [readers.submit(use) for use in uses * 2]:
             found.result(PATIENCE)
         schema.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -21,6 +24,7 @@ from tests.buffers.stores import Clock
 from tests.faults.cluster import Load, Pair, replicas, wait
 from tests.faults.printing import Counted
 from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key, pause, tensors
+from tests.network import Network
 
 FAILOVERS = 10 if LONG else 1
 STOPS = 20 if LONG else 1
@@ -141,6 +145,72 @@ def test_replicated_follows_the_settings_of_the_database(pair: Pair, tmp_path: P
         pair.primary.set(synchronous_standby_names="*")
         wait(server.is_ready, "the server is not ready again")
         assert client.add("w", np.ones(3), key="l")["count"] == 2
+
+
+@pytest.mark.parametrize("durability", ["local", "replicated"])
+@pytest.mark.parametrize("how", ["all", "some"])
+def test_connections_that_led_to_a_standby_are_left(pair: Pair, tmp_path: Path, how: str, durability: str) -> None:
+    """The endpoint of the database is stale for a while. Then connections that were open stay open, to the standby."""
+    with Network(pair.primary.port) as network, ThreadPoolExecutor(8) as threads:
+        with replicas(1, tmp_path, network.url, durability=durability) as (server,), Client(server.url) as client:
+            client.create("w", (SIZE,))
+
+            def reads(_: object = None) -> bool:
+                return httpx.get(f"{server.url}/v1/buffers/w/value", timeout=PATIENCE).status_code == 200
+
+            assert reads()
+            assert server.is_ready()
+            network.target = pair.standby.port
+            if how == "all":
+                network.cut()
+            wait(lambda: not all(threads.map(reads, range(8))), "no read comes to the standby")
+            wait(lambda: not reads(), "some connections still lead to the primary")
+            assert not server.is_ready()
+            network.target = pair.primary.port
+            wait(reads, "reads still come to the standby")
+            assert server.is_ready()
+            assert all(threads.map(reads, range(8)))
+            assert client.add("w", np.ones(SIZE))["count"] == 1
+
+
+@pytest.mark.parametrize(("durability", "clients"), [("local", 1), ("replicated", 20)])
+def test_reads_of_a_silent_database_end_soon(pair: Pair, tmp_path: Path, durability: str, clients: int) -> None:
+    """It has vanished without a word, as behind a network that drops all. Reads before that wait for 10 seconds."""
+    paths, ended, failed = ("", "/value", "/value?epoch=0"), threading.Event(), threading.Event()
+
+    def timed(path: str) -> tuple[int, float]:
+        began = time.monotonic()
+        status = httpx.get(f"{server.url}{path}", timeout=PATIENCE).status_code
+        return status, time.monotonic() - began
+
+    def reading(number: int) -> float:
+        longest = 0.0
+        for path in itertools.cycle(paths[number % 3 :]):
+            status, seconds = timed(f"/v1/buffers/w{path}")
+            longest = max(longest, seconds)
+            if status != 200:
+                failed.set()
+            if ended.is_set():
+                return longest
+        return longest
+
+    with Network(pair.primary.port) as network, ThreadPoolExecutor(clients) as threads:
+        with replicas(1, tmp_path, network.url, durability=durability) as (server,), Client(server.url) as client:
+            client.create("w", (SIZE,), quorum=1)
+            client.add("w", np.ones(SIZE))
+            running = [threads.submit(reading, number) for number in range(clients)]
+            assert timed("/v1/buffers/w/value?epoch=0")[0] == 200
+            network.stall()
+            assert failed.wait(PATIENCE)
+            known = time.monotonic()
+            answers = [timed(f"/v1/buffers/w{path}") for path in paths * 4] + [timed("/v2/health/ready")] * 3
+            assert {status for status, _ in answers} == {503}
+            assert time.monotonic() < known + 6
+            ended.set()
+            assert max(one.result(PATIENCE) for one in running) < 6
+            network.flow()
+            wait(lambda: timed("/v1/buffers/w/value")[0] == 200, "the server does not read again")
+            wait(server.is_ready, "the server is not ready again")
 
 
 @contextmanager

@@ -76,8 +76,12 @@ class Batch:
         """The staged blobs, and their bytes."""
         self._mark = os.urandom(16)  # a key of the transaction's own: whether it was committed
 
-    def lock(self, database: Database, connection: Connection, key_seconds: float) -> Found | None:
+    def find(
+        self, database: Database, connection: Connection, key_seconds: float, *, locks: bool = True
+    ) -> Found | None:
         """Begin the transaction, and return what it finds; None if an earlier attempt was committed after all.
+
+        It `locks` what it finds. Else it ends at once.
 
         Raises `TooManyTensors` if all records are too large together, `StagedLostError`, and `NoStandbyError` if the
         commit would not wait for one.
@@ -89,11 +93,11 @@ class Batch:
         keys_first = [
             *database.beginning(),
             sql.BY_INDEX(),
-            sql.LOCK(sql.KEY_LOCK, sorted(map(_number, digests))),
+            sql.LOCK(sql.KEY_LOCK, sorted(map(_number, digests))) if locks else None,
             sql.KEYS(digests),
         ]
         if parts:  # only their pushes say which other buffers they need
-            *said, found, sizes = connection.exchange([*keys_first, *ask_pushes(parts, clock)])
+            *said, found, sizes = connection.exchange([*keys_first, *ask_pushes(parts, clock, locks=locks)])
             pushes = found_pushes(parts, found, sizes, {digest: outcome for digest, _, outcome in said[-1]})
             keys_first = []
         names = sorted({name for one in self.submissions for name in one.names} | pushes.buffers)
@@ -103,22 +107,26 @@ class Batch:
         graphs = [BufferName(one.namespace, one.request.graph.name) for one in self.submissions if one.request.graph]
         growing = sorted(creating | {namespace for namespace, _ in (*wide, *graphs)})
         blobs = [blob for one in self.submissions for blob in one.staged.values()]
-        locks = sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing)
+        numbers = sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing)
         named, most = columns(names, 2), perform.MAX_CHANGED_BYTES
+        reading = sql.WIDE_RECORDS if wide else sql.NAMED_RECORDS
         said += connection.exchange(
             [
                 *keys_first,
-                sql.LOCK(sql.NAMESPACE_LOCK, locks) if locks else None,
+                sql.LOCK(sql.NAMESPACE_LOCK, numbers) if locks and numbers else None,
                 sql.COUNTS(growing, clock) if growing else None,
-                sql.WIDE_RECORDS(most, *named, *columns(wide, 2)) if wide else sql.LOCKED_RECORDS(most, *named),
+                reading[locks](most, *named, *columns(wide, 2 * bool(wide))),
                 sql.CLAIM(blobs) if blobs else None,
                 *ask_graphs(graphs),
                 STAGED_VALUES([*pushes.values]) if pushes.values else None,
                 sql.TIME(clock),
+                None if locks else sql.COMMIT(),
             ]
         )
-        _, _, _, _, keys, _, counts, rows, self._claimed, heads, numbers, staged, ((self.now, standbys),) = said
+        _, _, _, _, keys, _, counts, rows, self._claimed, heads, graph_counts, staged, ((self.now, standbys),), _ = said
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
+        if not known.keys() <= set(digests):  # the index leads to a digest that has changed on the disk
+            raise BufferCorrupt("The stored digest of this Idempotency-Key is damaged on the disk")
         if self._mark in known:
             connection.execute("rollback")
             executions = [*database.beginning(), sql.KEYS([self._mark])]
@@ -135,7 +143,7 @@ class Batch:
             perform.check_records(most + 1)
         records, seqs = _records(names, rows)
         of_graphs = found_graphs(graphs, heads)
-        return Found(records, known, Counter(dict(counts)), seqs, pushes, of_graphs, Counter(dict(numbers)))
+        return Found(records, known, Counter(dict(counts)), seqs, pushes, of_graphs, Counter(dict(graph_counts)))
 
     def write(self, database: Database, connection: Connection, found: Found) -> None:
         """Write the changes and commit."""

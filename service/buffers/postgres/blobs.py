@@ -27,7 +27,7 @@ from service.buffers.postgres.deltas import COPY_HEAD, TURN_BYTES, Payload, Turn
 from service.buffers.postgres.exchange import Connection, OwnError, ResultRows, Statement
 from service.buffers.postgres.failures import retried
 from service.buffers.postgres.schema import FREED_SECONDS, ID_BLOCK, ROW_BYTES, table_of, take_ids
-from service.buffers.postgres.statements import BY_INDEX, COUNTED_BYTES, HAS_TABLE, LEASE, STAGE
+from service.buffers.postgres.statements import BLOB_TABLES, BY_INDEX, COUNTED_BYTES, HAS_TABLE, LEASE, STAGE
 
 TABLE_BYTES = 256 << 20
 """Bytes after which a process begins its next table. A free blob may keep as many, a table takes 10 ms to make."""
@@ -44,14 +44,6 @@ SPARE_BYTES = 1 << 20
 _ROW = struct.Struct("!hiqiii")
 """A row of a blob up to its data: three fields; blob, number and data, each with its length before it."""
 
-_TABLES = """
-    tables as materialized (
-        select substr(relname, 8)::bigint as first, oid from pg_class join pg_inherits on inhrelid = oid
-        where inhparent = 'chunks'::regclass
-    )
-"""
-"""Materialized, so that no plan takes the number from the name of another table."""
-
 _IS_FREE = """
     due < extract(epoch from clock_timestamp()) and age(unowned.xmin) > (
         select coalesce(max(age(backend_xmin)), 0) from pg_stat_activity
@@ -61,7 +53,7 @@ _IS_FREE = """
 """Whether no transaction may find the blob: all that run have begun after it was freed. `xmin` is what freed it."""
 
 _FREE_TABLES = Statement(f"""
-    with {_TABLES} select first from tables
+    with {BLOB_TABLES} select first from tables
     where not exists (select from deltas where blob between first and first + {ID_BLOCK - 1})
         and not exists (select from unowned where blob between first and first + {ID_BLOCK - 1} and not ({_IS_FREE}))
 """)
@@ -80,7 +72,7 @@ _USED = Statement(f"""
 """)
 
 _MOVABLE = Statement(f"""
-    with {_TABLES}, living as (
+    with {BLOB_TABLES}, living as (
         select (blob - 1) / {ID_BLOCK} * {ID_BLOCK} + 1 as first, {COUNTED_BYTES} as bytes
         from deltas where blob is not null group by first
     )

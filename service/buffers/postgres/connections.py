@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
+from psycopg import sql
 
+from service.buffers.packed import FORMAT
 from service.buffers.postgres.exchange import Connection, Execution, ResultRows, SilentError, Statement
-from service.buffers.postgres.failures import RETRY_SECONDS, BusyError, NoStandbyError, UnsureError
+from service.buffers.postgres.failures import RETRY_SECONDS, BusyError, NoStandbyError, UnsureError, is_transient
+from service.buffers.postgres.outage import AWAY_SECONDS
 from service.buffers.postgres.statements import (
     BACKEND,
     BEGIN,
@@ -57,23 +62,35 @@ def _server() -> str:
 
 
 class _Pool:
-    """At most `size` connections, for one thread each. A lost connection is not noticed before it is used."""
+    """At most `size` connections, for one thread each. A lost connection is not noticed before it is used.
 
-    def __init__(self, connect: Callable[[], Connection], size: int) -> None:
-        self._connect, self._free = connect, threading.Semaphore(size)
+    Each waits at most `quiet` seconds while no connection hears from the database. One that is only slow is heard: the
+    watcher asks it all the time.
+    """
+
+    def __init__(self, connect: Callable[[float], Connection], size: int, quiet: float = math.inf) -> None:
+        self._connect, self._free, self._quiet = connect, threading.Semaphore(size), quiet
         self._idle: list[Connection] = []
-        self._is_closed = False
+        self._is_closed, self._failed = False, 0.0
 
     @contextmanager
     def lend(self, seconds: float = RETRY_SECONDS) -> Iterator[Connection]:
         """Yield a connection, which is idle again after a transaction. Wait for one for at most these seconds."""
+        began = time.monotonic()
         if not self._free.acquire(timeout=seconds):
             raise BusyError("all connections of this server to the database are busy")
         try:
-            connection = self._take()
-            connection.patience = seconds
+            if self._failed > began:
+                raise BusyError("the connections of this server to the database have just failed")
+            connection = self._take(min(seconds, self._quiet))
+            connection.patience, connection.quiet = seconds, self._quiet
             try:
                 yield connection
+            except Exception as error:
+                if is_transient(error):
+                    self._failed = time.monotonic()
+                    connection.close()  # it may lead to a server that is no primary, and would lead there for ever
+                raise
             finally:
                 if connection.closed or self._is_closed or connection.info.transaction_status.name != "IDLE":
                     connection.close()
@@ -87,10 +104,10 @@ class _Pool:
         self._is_closed = True
         self._close_idle()
 
-    def _take(self) -> Connection:
+    def _take(self, seconds: float) -> Connection:
         with suppress(IndexError):
             return self._idle.pop()
-        return self._connect()
+        return self._connect(seconds)
 
     def _close_idle(self) -> None:
         with suppress(IndexError):
@@ -113,35 +130,44 @@ class Database:
         self._url, self.schema, self.replicated = url, schema, replicated
         self.clock = clock
         """Returns the time that a test sets, else None: the database's clock counts."""
-        self.readers, self.workers = _Pool(self.connect, READERS), _Pool(self.connect, WORKERS)
+        self._pulse = [0.0]
+        version = f"(select version from {sql.Identifier(schema).as_string()}.meta)"  # the path is not set yet
+        self._settings = [Statement(SETTINGS + each, begins=True) for each in (str(FORMAT), version)]
+        self.readers, self.workers = _Pool(self.connect, READERS, AWAY_SECONDS), _Pool(self.connect, WORKERS)
 
     def close(self) -> None:
         self.readers.close()
         self.workers.close()
 
-    def connect(self) -> Connection:
-        """Return a connection outside the pools."""
+    def connect(self, quiet: float = math.inf) -> Connection:
+        """Return a connection outside the pools. It waits for `quiet` seconds while none hears from the database."""
         connection = Connection.connect(
             self._url,
             autocommit=True,
             prepare_threshold=None,
-            connect_timeout=CONNECT_SECONDS,
+            connect_timeout=math.ceil(min(CONNECT_SECONDS, quiet)),
             fallback_application_name=application_of(self.schema) + _server(),
         )
+        connection.pulse, connection.quiet = self._pulse, quiet
         if connection.ask(BACKEND()) == [(connection.info.backend_pid,)]:
             connection.prepared = {}  # else a pooler is between
         return connection
 
-    def beginning(self, *, durable: bool = True, begin: Statement = BEGIN) -> list[Execution]:
-        """Return what begins a transaction whose statements find the tables. Without `durable` no commit waits."""
+    def beginning(self, *, durable: bool = True, begin: Statement = BEGIN, checks: bool = True) -> list[Execution]:
+        """Return what begins a transaction whose statements find the tables. Without `durable` no commit waits.
+
+        It `checks` that a newer version has not brought the store over. To do that would have to wait for its end.
+        """
         commit = ("on" if self.replicated else "local") if durable else "off"
-        settings = SETTINGS(self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s")
+        settings = self._settings[checks](self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s")
         return [begin(), settings]
 
     @contextmanager
-    def transaction(self, *, durable: bool = True, patience: float = RETRY_SECONDS) -> Iterator[Connection]:
+    def transaction(
+        self, *, durable: bool = True, patience: float = RETRY_SECONDS, checks: bool = True
+    ) -> Iterator[Connection]:
         """Yield a connection, in a transaction that is committed on leaving."""
-        with self.workers.lend(patience) as connection, self._begun(connection, durable=durable):
+        with self.workers.lend(patience) as connection, self._begun(connection, durable=durable, checks=checks):
             yield connection
             if durable:
                 self.commit(connection)
@@ -158,13 +184,12 @@ class Database:
     def read(self, connection: Connection, execution: Execution) -> ResultRows:
         """Return the rows of a query, which sees one moment of the primary, in one round trip."""
         executions = [*self.beginning(begin=BEGIN_READING), execution, COMMIT()]
-        _, ((*_, connection.server),), rows, _ = connection.exchange(executions)
-        return rows
+        return connection.exchange(executions)[2]
 
     def cross(self, connection: Connection) -> str:
         """Return the name of the server once its standby has all that was committed before, if there must be one."""
-        _, ((*_, server),) = self.commit(connection, self.beginning(), fenced=True)
-        return str(server)
+        self.commit(connection, self.beginning(), fenced=True)
+        return connection.server
 
     def commit(
         self, connection: Connection, executions: Sequence[Execution | None] = (), *, fenced: bool = False
@@ -181,7 +206,8 @@ class Database:
         try:
             *found, crossed, _, waited = connection.exchange([*executions, fence, COMMIT(), after])
         except SilentError:
-            if fence is not None and connection.prepared is not None:
+            is_heard = time.monotonic() < self._pulse[0] + AWAY_SECONDS
+            if is_heard and fence is not None and connection.prepared is not None:
                 self._cancel(backend)
             raise
         if crossed == [(False,)]:
@@ -192,13 +218,13 @@ class Database:
 
     def _cancel(self, backend: int) -> None:
         """End a wait for the standby whose commit changes nothing. Else the backend would wait for it for ever."""
-        with suppress(psycopg.Error), self.connect() as connection:
+        with suppress(psycopg.Error), self.connect(AWAY_SECONDS) as connection:
             connection.ask(CANCEL(backend))
 
     @contextmanager
     def _begun(self, connection: Connection, **options: Any) -> Iterator[None]:
         try:
-            _, ((*_, connection.server),) = connection.exchange(self.beginning(**options))
+            connection.exchange(self.beginning(**options))
             yield
         except BaseException:
             with suppress(psycopg.Error):

@@ -6,6 +6,7 @@ The pipelines of psycopg wait for the socket at each statement: 100 us of this p
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import struct
 import time
@@ -20,6 +21,8 @@ from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus, Format
 from psycopg.pq.abc import PGconn, PGresult
 from psycopg.waiting import Ready, Wait
+
+from service.buffers.packed import FORMAT, check_format
 
 Encode: TypeAlias = Callable[[Any], bytes]
 """Returns a parameter in PostgreSQL's binary form."""
@@ -75,10 +78,13 @@ def _encoder(name: str, brackets: str) -> Encode:
 
 
 class Statement:
-    """A statement with `$1::TYPE`, `$2::TYPE`, ... for its parameters."""
+    """A statement with `$1::TYPE`, `$2::TYPE`, ... for its parameters.
 
-    def __init__(self, query: str) -> None:
-        self.query = query.encode()
+    If it `begins` a transaction, its last columns are the name of the server, and the format of the store.
+    """
+
+    def __init__(self, query: str, *, begins: bool = False) -> None:
+        self.query, self.begins = query.encode(), begins
         found = {int(number): _encoder(*of) for number, *of in _PARAMETER.findall(query)}
         self.encoders = [found[number] for number in sorted(found)]
 
@@ -116,10 +122,14 @@ class Connection(psycopg.Connection[Any]):
     """A connection that makes several statements in one round trip.
 
     It ends if the database is silent for `patience` seconds while this process waits for it. Otherwise a network that
-    loses everything, or a standby that is gone, would hold a thread for ever.
+    loses everything, or a standby that is gone, would hold a thread for ever. `quiet` seconds suffice if it says
+    nothing to others, either.
     """
 
     patience = PATIENCE_SECONDS
+    quiet = math.inf
+    pulse: list[float]
+    """When the connections of this process have heard from the database last."""
     server = ""
     """The name of the primary that has begun the last transaction: the time of its start."""
     has_warned = False
@@ -131,6 +141,7 @@ class Connection(psycopg.Connection[Any]):
     @classmethod
     def connect(cls, *arguments: Any, **named: Any) -> Self:
         connection = super().connect(*arguments, **named)
+        connection.pulse = [0.0]
         connection.add_notice_handler(lambda warning: setattr(connection, "has_warned", True))
         return connection
 
@@ -147,37 +158,51 @@ class Connection(psycopg.Connection[Any]):
             (rows,) = self.exchange([fetch]) if len(rows) == count else ([],)
 
     def exchange(self, executions: Sequence[Execution | None], *, prepares: bool = True) -> list[ResultRows]:
-        """Execute in one round trip, and return the rows of each. Raises the error of the first that fails."""
+        """Execute in one round trip, and return the rows of each. Raises the error of the first that fails.
+
+        Raises `StoreFailed` if the store has another format than this version's.
+        """
         self.pgconn.enter_pipeline_mode()
         for execution in filter(None, executions):
             self._send(execution, prepares)
         self.pgconn.pipeline_sync()
         results = self.wait(_results(self.pgconn))
         self.pgconn.exit_pipeline_mode()
-        if failed := next((result for result in results if result.status == ExecStatus.FATAL_ERROR), None):
+        transformer, found = Transformer(self), list[ResultRows]()
+        answers = (each for each in results if each.command_status or each.status == ExecStatus.FATAL_ERROR)
+        for one in executions:
+            found.append([] if one is None else self._rows(transformer, next(answers)))
+            if one is not None and one.statement.begins:
+                ((*_, self.server, version),) = found[-1]
+                check_format(str(version), "The store", [str(FORMAT)])
+        return found
+
+    def _rows(self, transformer: abc.Transformer, result: PGresult) -> ResultRows:
+        if result.status == ExecStatus.FATAL_ERROR:
             if self.prepared:
                 self.prepared.clear()  # the database has ignored all after the error
-            raise error_from_result(failed)
-        transformer = Transformer(self)
-        answers = (result for result in results if result.command_status)  # that of a preparation is empty
-        return [[] if execution is None else _rows(transformer, next(answers)) for execution in executions]
+            raise error_from_result(result)
+        if result.status != ExecStatus.TUPLES_OK:
+            return []
+        transformer.set_pgresult(result)
+        return transformer.load_rows(0, result.ntuples, tuple)
 
     def wait(self, gen: PQGen[R], *arguments: Any, **named: Any) -> R:
         return super().wait(self._impatient(gen), *arguments, **named)
 
     def _impatient(self, gen: PQGen[R]) -> PQGen[R]:
-        end: float | None = None
+        began: float | None = None
         try:
             wanted = next(gen)
             while True:
-                ready = yield wanted
+                ready, now = (yield wanted), time.monotonic()
                 if ready:
-                    end = None
-                elif end is None:
-                    end = time.monotonic() + self.patience
-                elif time.monotonic() > end:
+                    began, self.pulse[0] = None, now
+                elif began is None:
+                    began = now
+                elif now > began + self.patience or now > max(began, self.pulse[0]) + self.quiet:
                     self.close()
-                    raise SilentError(f"the database has been silent for {self.patience:g} seconds")
+                    raise SilentError(f"the database has been silent for {min(self.patience, self.quiet):g} seconds")
                 wanted = gen.send(ready)
         except StopIteration as done:
             result: R = done.value
@@ -195,13 +220,6 @@ class Connection(psycopg.Connection[Any]):
             name = self.prepared[execution.statement] = b"%d %s" % (next(_numbers), begin)
             self.pgconn.send_prepare(name, query)
         self.pgconn.send_query_prepared(name, values, formats, Format.BINARY)
-
-
-def _rows(transformer: abc.Transformer, result: PGresult) -> ResultRows:
-    if result.status != ExecStatus.TUPLES_OK:
-        return []
-    transformer.set_pgresult(result)
-    return transformer.load_rows(0, result.ntuples, tuple)
 
 
 def _results(pgconn: PGconn) -> PQGen[list[PGresult]]:

@@ -10,7 +10,8 @@ import threading
 from concurrent.futures import Future
 
 from service.buffers.postgres.connections import Database
-from service.buffers.postgres.failures import MovedError, NoStandbyError, as_client_error, retried
+from service.buffers.postgres.failures import MovedError, NoStandbyError, as_client_error
+from service.buffers.postgres.outage import Outage
 from service.buffers.store import without_traceback
 
 
@@ -20,8 +21,8 @@ class Fence:
     Without a standby it waits for none: reads that wait take the threads of the pool from everybody else.
     """
 
-    def __init__(self, database: Database, seconds: float) -> None:
-        self._database, self._seconds = database, seconds
+    def __init__(self, database: Database, outage: Outage, seconds: float) -> None:
+        self._database, self._outage, self._seconds = database, outage, seconds
         self._joining, self._crossing = threading.Lock(), threading.Lock()
         self._next: Future[str] | None = None
 
@@ -43,7 +44,7 @@ class Fence:
             with self._joining:
                 self._next = None
             try:
-                crossing.set_result(retried(self._cross, seconds=self._seconds))
+                crossing.set_result(self._outage.read(self._cross))
             except Exception as error:
                 crossing.set_exception(without_traceback(error))
         return crossing

@@ -30,6 +30,7 @@ from service.buffers.postgres.statements import (
     FREE,
     HANGING,
     KEY_BYTES,
+    NO_LIMIT,
     NOW,
     PUT_COUNTS,
     USED,
@@ -210,5 +211,6 @@ def _forget_some(database: Database, seconds: float, namespace: str | None) -> i
 def _recount(database: Database) -> None:
     """Give the room of the deleted rows back, and let the servers count what is left."""
     with database.workers.lend() as connection:
+        connection.execute(f"select {NO_LIMIT.format('false')}".encode())
         connection.execute(f'vacuum "{database.schema}".keys'.encode())
         connection.execute(f'delete from "{database.schema}".counts'.encode())

@@ -21,10 +21,13 @@ from service.buffers.postgres.statements import COUNTED_BYTES
 from service.buffers.pushes import Part, Push, PushName
 from service.errors import BufferCorrupt
 
-LOCKED_PUSHES = Statement("""
+_PUSHES = """
     select namespace, id, record from pushes
-    where (namespace, id) in (select * from unnest($1::text[], $2::text[])) order by namespace, id for update
-""")
+    where (namespace, id) in (select * from unnest($1::text[], $2::text[])) order by namespace, id
+"""
+
+PUSHES = Statement(_PUSHES), Statement(f"{_PUSHES} for update")
+"""The second locks them."""
 
 STAGED_BYTES = Statement(f"""
     select namespace, {COUNTED_BYTES} from pushes
@@ -83,10 +86,10 @@ class FoundPushes:
     """The values of the gradients that the batch may add."""
 
 
-def ask_pushes(parts: Sequence[Part], clock: float | None) -> list[Execution]:
-    """Return what locks and reads the pushes of the parts, and then reads the bytes of their namespaces."""
+def ask_pushes(parts: Sequence[Part], clock: float | None, *, locks: bool) -> list[Execution]:
+    """Return what reads the pushes of the parts, perhaps locks them, and then reads the bytes of their namespaces."""
     names, callers = sorted({part.name for part in parts}), sorted({part.caller for part in parts})
-    return [LOCKED_PUSHES(*columns(names, 2)), STAGED_BYTES(callers, clock)]
+    return [PUSHES[locks](*columns(names, 2)), STAGED_BYTES(callers, clock)]
 
 
 def found_pushes(

@@ -21,8 +21,8 @@ from service.buffers.postgres.exchange import Connection, Execution, Statement
 from service.buffers.postgres.failures import as_operator_error
 from service.buffers.postgres.graphs import ALL_GRAPHS, model_of, unpacked
 from service.buffers.postgres.pushes import ALL_PUSHES, values_of
-from service.buffers.postgres.schema import has_tables
-from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, NOW, VERSION
+from service.buffers.postgres.schema import format_of
+from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, NO_LIMIT, NOW, SEAL_OF_KEY, VERSION
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
 from service.buffers.sealed import unpack_record
@@ -35,8 +35,8 @@ KEYS_AT_ONCE = 10_000
 READ_ONLY = Statement("begin isolation level repeatable read, read only")
 """All that the transaction sees is of one moment."""
 
-PATIENT_SETTINGS = Statement("""
-    select set_config('search_path', quote_ident($1::text), true), set_config('statement_timeout', '0', true),
+PATIENT_SETTINGS = Statement(f"""
+    select set_config('search_path', quote_ident($1::text), true), {NO_LIMIT.format("true")},
            set_config('idle_in_transaction_session_timeout', '0', true)
 """)
 """A large value, or a slow reader of the export, takes longer than requests may."""
@@ -65,16 +65,23 @@ BLOBS_OF_NOTHING = Statement("""
     group by blob order by blob
 """)
 
-NEXT_ID = Statement("select last_value + seqincrement from ids, pg_sequence where seqrelid = 'ids'::regclass")
+NEXT_ID = Statement("""
+    select last_value + case when is_called then seqincrement else 0 end from ids, pg_sequence
+    where seqrelid = 'ids'::regclass
+""")
 
 LAST_ID = Statement("""
-    select greatest((select max(value) from deltas), (select max(blob) from deltas), (select max(blob) from chunks))
+    select greatest((select max(value) from deltas), (select max(blob) from deltas), (select max(blob) from chunks),
+                    (select max(blob) from unowned), (select (to_jsonb(meta) ->> 'ids')::bigint from meta))
 """)
+"""The largest number that the rows have, or that a server has taken, which format 8 does not say."""
 
-OUTCOMES = Statement("""
-    select digest, at, outcome from keys where (digest, at) > ($1::bytea, $2::double precision)
+OUTCOMES = Statement(f"""
+    select digest, at, outcome, coalesce(to_jsonb(keys) ->> 'seal' = {SEAL_OF_KEY}::text, true) from keys
+    where (digest, at) > ($1::bytea, $2::double precision)
     order by digest, at limit $3::bigint
 """)
+"""Its last column says whether the key is sound, as far as format 9 knows."""
 
 
 class PostgresMoment:
@@ -160,7 +167,7 @@ def opened_readonly(url: str, schema: str) -> Iterator[PostgresReadOnly]:
     with connection:
         with _operator_errors():
             connection.exchange(_beginning(schema))
-            if not has_tables(connection, schema):
+            if format_of(connection, schema) is None:
                 raise StoreFailed(f"There is no store in the PostgreSQL schema {schema!r}")
             connection.execute("rollback")
         yield PostgresReadOnly(connection, connect, schema)
@@ -219,7 +226,7 @@ def _leftovers(connection: Connection, values: Collection[int]) -> Iterator[str]
         yield f"{WRONG}the blob {blob} of {size} bytes belongs to no gradient"
     (following,), (last,) = connection.ask(NEXT_ID())[0], connection.ask(LAST_ID())[0]
     if last is not None and last >= following:
-        yield f"{WRONG}the sequence ids goes on with {following}, but the id {last} has been used: set it higher"
+        yield f"{WRONG}the sequence ids goes on with {following}, but the id {last} has been used: servers correct it"
 
 
 def _damaged_keys(connection: Connection, schema: str) -> Iterator[str]:
@@ -227,13 +234,13 @@ def _damaged_keys(connection: Connection, schema: str) -> Iterator[str]:
     count = damaged = 0
     place: tuple[bytes, float] = (b"", 0.0)
     while rows := connection.exchange([*_beginning(schema), OUTCOMES(*place, KEYS_AT_ONCE), COMMIT()])[2]:
-        outcomes = [bytes(outcome) for _, _, outcome in rows if outcome]  # a transaction's own mark has none
+        outcomes = [(bytes(outcome), sound) for _, _, outcome, sound in rows if outcome]  # a mark has none
         count += len(outcomes)
-        damaged += sum(not _is_known(outcome) for outcome in outcomes)
+        damaged += sum(not (sound and _is_known(outcome)) for outcome, sound in outcomes)
         place = rows[-1][:2]
     yield f"{count} idempotency keys"
     if damaged:
-        yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one of them fails"
+        yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one fails, or counts again"
 
 
 def _is_known(outcome: bytes) -> bool:

@@ -31,11 +31,11 @@ from psycopg import sql
 from service.buffers.packed import FORMAT, check_format
 from service.buffers.postgres.connections import LOCK_SECONDS, Database
 from service.buffers.postgres.exchange import Connection, Statement
-from service.buffers.postgres.statements import HAS_TABLE, VERSION
+from service.buffers.postgres.statements import BLOB_TABLES, HAS_TABLE, SEAL_OF_KEY, VERSION
 from service.errors import StoreFailed
 
 ID_BLOCK = 1000
-"""Ids that a server takes from the sequence at once: one round trip for a thousand values."""
+"""Ids that a server takes at once: one round trip for a thousand values."""
 
 ROW_BYTES = 1 << 16
 """Bytes of a gradient in a row, at most. To stage a row takes one more transaction; rows of 64 KB COPY fastest."""
@@ -47,7 +47,7 @@ _LOCK = Statement("select pg_advisory_xact_lock(1735549284)")
 """Lets one process make or migrate tables at a time. The number is "grad" in ASCII."""
 
 _TABLES = f"""
-create table meta (version integer not null);
+create table meta (version integer primary key, ids bigint not null default {1 - ID_BLOCK});
 create sequence ids increment {ID_BLOCK};
 create table buffers (
     namespace text collate "C" not null,
@@ -78,8 +78,8 @@ create table chunks (blob bigint not null, number integer not null, data bytea n
 alter table chunks alter data set storage external;
 create table unowned (blob bigint primary key, due double precision not null, bytes bigint not null default 0);
 create table pushes (
-    namespace text not null,
-    id text not null,
+    namespace text collate "C" not null,
+    id text collate "C" not null,
     until double precision not null,
     bytes bigint not null,
     record bytea not null,
@@ -91,6 +91,7 @@ create table keys (
     namespace text not null,
     at double precision not null,
     outcome bytea not null,
+    seal bytea not null,
     primary key (digest, at)
 ) partition by range (at);
 create table graphs (
@@ -101,6 +102,17 @@ create table graphs (
 );
 insert into meta values ({FORMAT});
 """
+
+_UPGRADE = f"""
+lock table meta in access exclusive mode;
+alter table meta add column ids bigint not null default {1 - ID_BLOCK}, add primary key (version);
+alter table pushes alter namespace type text collate "C", alter id type text collate "C";
+alter table keys add column seal bytea;
+update keys set seal = {SEAL_OF_KEY};
+alter table keys alter seal set not null;
+update meta set version = {FORMAT};
+"""
+"""Makes this format of those before, once all transactions have ended that have read their number."""
 
 _COUNTS = b"""
 create unlogged table if not exists counts (
@@ -114,23 +126,25 @@ create unlogged table if not exists counts (
 
 def prepare(database: Database) -> None:
     """Make the tables that are not there, or bring an older store over. Raises `StoreFailed` for other formats."""
-    with database.transaction() as connection:
+    with database.transaction(checks=False) as connection:
         check_settings(database, connection)
         connection.ask(_LOCK())
-        if not has_tables(connection, database.schema):
+        found = format_of(connection, database.schema)
+        if found is None:
             connection.execute(sql.SQL("create schema if not exists {}").format(sql.Identifier(database.schema)))
             connection.execute(_TABLES.encode())
-        connection.execute(f"update meta set version = {FORMAT} where version < {FORMAT}".encode())
+        elif found != str(FORMAT):
+            connection.execute(_UPGRADE.encode())
         connection.execute(_COUNTS)
 
 
-def has_tables(connection: Connection, schema: str) -> bool:
-    """Return whether the transaction's schema has a store. Raises `StoreFailed` for a store of another format."""
+def format_of(connection: Connection, schema: str) -> str | None:
+    """Return the format of the store in the transaction's schema, if there is one. Raises `StoreFailed` for others."""
     if connection.ask(HAS_TABLE("meta")) == [(False,)]:
-        return False
+        return None
     found = ", ".join(str(version) for (version,) in connection.ask(VERSION()))
     check_format(found or "none", f"The PostgreSQL schema {schema!r} (GRADSERVE_POSTGRES_SCHEMA)")
-    return True
+    return found
 
 
 PARTITION_SECONDS = 6 * 3600
@@ -154,7 +168,20 @@ def check_settings(database: Database, connection: Connection) -> None:
     database.check_standby(connection)
 
 
-_NEXT_IDS = Statement("select nextval('ids')")
+_TAKE_IDS = Statement(f"""
+    with {BLOB_TABLES}, used as (
+        select greatest(
+            (select max(value) from deltas), (select max(blob) from deltas),
+            (select max(first) + {ID_BLOCK - 1} from tables), 0
+        ) as id
+    ), taken as (
+        update meta set ids = greatest(
+            nextval('ids'), ids + {ID_BLOCK}, (select (id + {ID_BLOCK - 1}) / {ID_BLOCK} * {ID_BLOCK} + 1 from used)
+        ) returning ids
+    )
+    select case when ids > (select last_value from ids) then setval('ids', ids) else ids end from taken
+""")
+"""Goes on behind the last block and all rows, wherever the sequence is: logical replication carries rows only."""
 
 _PARTITIONS = Statement("select relid::regclass::text from pg_partition_tree('keys') where isleaf and level > 0")
 
@@ -170,7 +197,7 @@ _WAIT = Statement("select set_config('lock_timeout', $1::text, true)")
 def take_ids(database: Database) -> int:
     """Return the first of the next `ID_BLOCK` ids. They are durable: no other server gets them after a crash."""
     with database.transaction() as connection:
-        first: int = connection.ask(_NEXT_IDS())[0][0]
+        first: int = connection.ask(_TAKE_IDS())[0][0]
     return first
 
 

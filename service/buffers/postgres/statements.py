@@ -30,13 +30,19 @@ BEGIN = Statement("begin isolation level read committed, read write")
 
 BEGIN_READING = Statement("begin isolation level repeatable read, read write")
 
-SETTINGS = Statement("""
+NO_LIMIT = """
+    set_config('statement_timeout', '0', {0}), case
+        when current_setting('transaction_timeout', true) is not null then set_config('transaction_timeout', '0', {0})
+    end
+"""
+"""Lets nothing end a transaction for its length. PostgreSQL 17 is the first with a `transaction_timeout`."""
+
+SETTINGS = f"""
     select set_config('search_path', quote_ident($1::text), true), set_config('synchronous_commit', $2::text, true),
         set_config('lock_timeout', $3::text, true), set_config('idle_in_transaction_session_timeout', $4::text, true),
-        set_config('statement_timeout', '0', true), set_config('client_min_messages', 'warning', true),
-        pg_postmaster_start_time()::text
-""")
-"""Its last column names the server."""
+        {NO_LIMIT.format("true")}, set_config('client_min_messages', 'warning', true), pg_postmaster_start_time()::text,
+"""
+"""Behind these columns comes the format of the store."""
 
 COMMIT = Statement("commit")
 
@@ -71,7 +77,12 @@ BY_INDEX = Statement("select set_config('enable_seqscan', 'off', true)")
 
 LOCK = Statement("select pg_advisory_xact_lock($1::integer, lock) from unnest($2::integer[]) as lock")
 
-KEYS = Statement("select digest, at, outcome from keys where digest = any($1::bytea[]) order by at")
+SEAL_OF_KEY = "substr(sha256(digest || outcome), 1, 8)"
+
+_SOUND_OUTCOME = f"case when seal = {SEAL_OF_KEY} then outcome else '' end"
+"""An outcome that cannot be read, if the digest or the outcome is damaged."""
+
+KEYS = Statement(f"select digest, at, {_SOUND_OUTCOME} from keys where digest = any($1::bytea[]) order by at")
 
 COUNTS = Statement("""
     select namespace, count(*) from buffers
@@ -85,21 +96,24 @@ RECORD_SIZE = f"(octet_length(record) - {SEAL_BYTES})"
 
 _WITHIN = f"""
     select namespace, name, case when sum({RECORD_SIZE}) over () <= $1::bigint then record end, seq
-    from ({{}}) as locked
+    from ({{}}) as found
 """
 """No record if all have more bytes: they would take too much memory."""
 
-LOCKED_RECORDS = Statement(
-    _WITHIN.format("""
+
+def _locking(query: str) -> tuple[Statement, Statement]:
+    """Return a statement that only looks at buffers, and one that locks them."""
+    return Statement(_WITHIN.format(query)), Statement(_WITHIN.format(f"{query} for update of buffers"))
+
+
+NAMED_RECORDS = _locking("""
     select buffers.namespace, buffers.name, buffers.record, buffers.seq
     from unnest($2::text[], $3::text[]) as wanted(namespace, name)
     join buffers on buffers.namespace = wanted.namespace collate "C" and buffers.name = wanted.name collate "C"
-    order by buffers.namespace, buffers.name for update of buffers
+    order by buffers.namespace, buffers.name
 """)
-)
 
-WIDE_RECORDS = Statement(
-    _WITHIN.format("""
+WIDE_RECORDS = _locking("""
     select namespace, name, record, seq from buffers
     where (namespace, name) in (
         select namespace collate "C", name collate "C" from unnest($2::text[], $3::text[]) as wanted(namespace, name)
@@ -108,9 +122,8 @@ WIDE_RECORDS = Statement(
         join buffers on buffers.namespace = wanted.namespace collate "C"
             and buffers.name >= wanted.prefix collate "C" and starts_with(buffers.name, wanted.prefix)
     )
-    order by namespace, name for update of buffers
+    order by namespace, name
 """)
-)
 """The same with all buffers of some prefixes: in one statement, which locks them in the order of their names."""
 
 CLAIM = Statement("delete from unowned where blob = any($1::bigint[]) returning blob, bytes")
@@ -158,9 +171,9 @@ STAGE = Statement("""
     from unnest($2::bigint[], $3::bigint[]) as staged(blob, bytes)
 """)
 
-REMEMBER = Statement("""
-    insert into keys (digest, namespace, at, outcome)
-    select digest, namespace, $1::double precision, outcome
+REMEMBER = Statement(f"""
+    insert into keys (digest, namespace, at, outcome, seal)
+    select digest, namespace, $1::double precision, outcome, {SEAL_OF_KEY}
     from unnest($2::bytea[], $3::text[], $4::bytea[]) as made(digest, namespace, outcome)
 """)
 
@@ -189,8 +202,8 @@ OPEN_DELTAS = Statement("""
 """)
 """Finds the gradients of one value after the other: the database neither sorts nor keeps them."""
 
-OUTCOME = Statement("""
-    select outcome from keys where digest = $1::bytea
+OUTCOME = Statement(f"""
+    select {_SOUND_OUTCOME} from keys where digest = $1::bytea
         and at + $2::double precision > coalesce($3::double precision, extract(epoch from now()))
 """)
 
@@ -289,6 +302,14 @@ REPLICAS = Statement("""
 """)
 
 # ----- the tables -----
+
+BLOB_TABLES = """
+    tables as materialized (
+        select substr(relname, 8)::bigint as first, oid from pg_class join pg_inherits on inhrelid = oid
+        where inhparent = 'chunks'::regclass
+    )
+"""
+"""The tables of blobs. Materialized, so that no plan takes the number from the name of another table."""
 
 HAS_TABLE = Statement("select to_regclass($1::text) is not null")
 

@@ -115,8 +115,8 @@ class PostgresStore(Store):
             self._database.close()
             raise
         self._ids = _Ids(lambda: retried(lambda: tables.take_ids(self._database)))
-        self._outage = Outage(READ_SECONDS)
-        self._fence = Fence(self._database, READ_SECONDS)
+        self._outage = Outage(READ_SECONDS, lambda: self._asked(VERSION()))
+        self._fence = Fence(self._database, self._outage, READ_SECONDS)
         turns, blobs = Turns(), Blobs(self._database)
         self._compactor = Compactor(self._database, blobs, allocate, turns)
         self._watcher = Watcher(self._database)
@@ -226,10 +226,10 @@ class PostgresStore(Store):
 
     def check(self) -> None:
         def attempt() -> None:
-            with self._database.transaction(patience=CHECK_SECONDS) as connection:
-                connection.ask(VERSION())
-                self._database.check_standby(connection)
+            with self._database.workers.lend(CHECK_SECONDS) as connection:
+                self._database.cross(connection)
 
+        self._outage.check()
         retried(attempt, seconds=CHECK_SECONDS)
 
     def size(self) -> tuple[int, int]:
@@ -263,14 +263,14 @@ class PostgresStore(Store):
         return self._outage.read(attempt)
 
     def _ask(self, execution: Execution, *, fenced: bool = False) -> ResultRows:
-        def attempt() -> ResultRows:
-            with self._database.readers.lend(READ_SECONDS) as connection:
-                rows, server = self._database.read(connection, execution), connection.server
-            if fenced:
-                self._fence.wait(server)
-            return rows
+        return self._outage.read(lambda: self._asked(execution, fenced=fenced))
 
-        return self._outage.read(attempt)
+    def _asked(self, execution: Execution, *, fenced: bool = False) -> ResultRows:
+        with self._database.readers.lend(READ_SECONDS) as connection:
+            rows, server = self._database.read(connection, execution), connection.server
+        if fenced:
+            self._fence.wait(server)
+        return rows
 
 
 def _alive(names: Sequence[str], rows: ResultRows) -> dict[str, Stored]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -235,6 +235,22 @@ class PostgresTransaction:
         value = self.new_id()
         self._append(value, 1, Dense(content, content.shape), 1.0, overwrite=True)
         return value
+
+
+class WritesError(Exception):
+    """A request comes so far as to write a gradient, or a model."""
+
+
+class Trial(PostgresTransaction):
+    """A transaction that tells whether a request would write. It has no connection any more."""
+
+    def _append(self, *_: Any, **__: Any) -> NoReturn:
+        raise WritesError
+
+    accumulate = _append
+
+    def load(self, spec: Spec, value: int | None) -> Array:
+        return np.empty(0, spec.dtype)
 
 
 def _latest(name: K, *states: Mapping[K, V | BufferCorrupt | None]) -> V | None:

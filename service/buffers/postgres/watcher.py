@@ -12,6 +12,7 @@ from psycopg import sql
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.statements import BACKEND, COMMIT, NOTIFY, SNAPSHOT
+from service.errors import StoreFailed
 
 QUIET_SECONDS = 0.25
 """Without a notification the watcher asks after this time: a notification can be lost, and poolers pass none on."""
@@ -62,7 +63,7 @@ class Watcher:
             try:
                 with self._database.connect() as connection:
                     work(connection)
-            except psycopg.Error:
+            except (psycopg.Error, StoreFailed):
                 time.sleep(PAUSE_SECONDS)
 
     def _listen(self, connection: Connection) -> None:

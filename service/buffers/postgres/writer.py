@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 from psycopg.errors import CheckViolation
@@ -34,11 +34,11 @@ from service.buffers.postgres.failures import retried
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.schema import ROW_BYTES, make_partitions
 from service.buffers.postgres.statements import MOST_DUE, STAGE
-from service.buffers.postgres.transaction import PostgresTransaction
+from service.buffers.postgres.transaction import PostgresTransaction, Trial, WritesError
 from service.buffers.restore import Restore
 from service.buffers.store import Allocate, Committed, after_commit, settle, without_traceback
 from service.engine.pool import Pool
-from service.errors import GradserveError, StoreFailed
+from service.errors import GradserveError, StoreFailed, StoreFull
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,14 @@ class Writer:
         return True
 
     def _stage(self, submission: Submission, payloads: dict[int, Payload]) -> None:
-        """Write the gradients, without waiting for the disk: the commit that admits them waits for it."""
+        """Write the gradients, without waiting for the disk: the commit that admits them waits for it.
+
+        Not those of a request that one look sees refused or repeated. If the transaction decides otherwise, it writes
+        them.
+        """
+        submission.staged = {}
+        if not self._is_admitted(submission):
+            return
         blobs = {key: self._blobs.new(payload.nbytes) for key, payload in payloads.items()}
         sizes = [payload.nbytes for payload in payloads.values()]
         with self._database.transaction(durable=False) as connection:
@@ -148,6 +155,20 @@ class Writer:
             self._blobs.write(connection, zip(blobs.values(), payloads.values(), strict=True), self._turns)
         submission.staged = blobs
         failpoints.hit("staged")
+
+    def _is_admitted(self, submission: Submission) -> bool:
+        """Return whether the request comes so far as to write its gradients."""
+        trial = Batch([submission], [])
+        with self._database.workers.lend() as connection:
+            found = trial.find(self._database, connection, self._key_seconds, locks=False)
+        with suppress(StoreFull):
+            try:
+                assert found is not None
+                self._perform(connection, trial, submission, found, Trial)
+            except WritesError:
+                self._janitor.check_room(submission.request, Outcome({}, is_new=True))
+                return True
+        return False
 
     # ----- the writer thread -----
 
@@ -227,7 +248,7 @@ class Writer:
             raise
 
     def _transact(self, connection: Connection, batch: Batch) -> None:
-        found = batch.lock(self._database, connection, self._key_seconds)
+        found = batch.find(self._database, connection, self._key_seconds)
         if found is not None:
             batch.changes = Changes()
             batch.answers = [self._perform(connection, batch, one, found) for one in batch.submissions]
@@ -249,9 +270,14 @@ class Writer:
         self._committed(len(batch.submissions), seconds)
 
     def _perform(
-        self, connection: Connection, batch: Batch, submission: Submission, found: Found
+        self,
+        connection: Connection,
+        batch: Batch,
+        submission: Submission,
+        found: Found,
+        kind: type[PostgresTransaction] = PostgresTransaction,
     ) -> Outcome | GradserveError:
-        txn = PostgresTransaction(
+        txn = kind(
             connection,
             found,
             batch.changes,
