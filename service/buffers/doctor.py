@@ -68,9 +68,9 @@ def _examined(moment: Moment) -> Iterator[str]:
     if faults := moment.faults():
         yield from (f"{WRONG}{fault}" for fault in faults)
         return
-    records, values = 0, set[int]()
+    graphs, buffers, values = 0, 0, set[int]()
     for name, record in moment.sound_records():
-        records += 1
+        graphs, buffers = (graphs, buffers + 1) if name.graph is None else (graphs + 1, buffers)
         if record is None:
             yield f"{WRONG}{_shown(name)} is damaged"
             continue
@@ -85,31 +85,16 @@ def _examined(moment: Moment) -> Iterator[str]:
                     pass  # reading checks the value
             except BufferCorrupt:
                 yield f"{WRONG}{place} of {_shown(name)} is damaged"
-    yield f"{records} buffers, {len(values)} values"
-    yield from _graphs(moment, values)
+    yield f"{buffers} buffers, {len(values)} values"
+    yield f"{graphs} graphs"
     yield from moment.other_findings(values)
 
 
-def _graphs(moment: Moment, values: set[int]) -> Iterator[str]:
-    """Yield lines about the graphs. Add the values that are their models."""
-    graphs = 0
-    for name, graph in moment.sound_graphs():
-        graphs += 1
-        if graph is None:
-            yield f"{WRONG}{_shown(name, 'graph')} is damaged"
-            continue
-        values.add(graph.id)
-        try:
-            for _ in moment.model(graph):
-                pass  # reading checks it
-        except BufferCorrupt:
-            yield f"{WRONG}the model of {_shown(name, 'graph')} is damaged"
-    yield f"{graphs} graphs"
-
-
-def _shown(name: BufferName, what: str = "buffer") -> str:
+def _shown(name: BufferName) -> str:
+    what, name = ("buffer", name) if name.graph is None else ("graph", name.graph)
     return f"the {what} {name.name!r}" + (f" of the namespace {name.namespace!r}" if name.namespace else "")
 
 
 def _values(record: Record) -> list[tuple[str, int | None]]:
-    return [("the running value", record.value), *((f"epoch {closed.epoch}", closed.value) for closed in record.closed)]
+    running = "the running value" if record.full_name.graph is None else "the model"
+    return [(running, record.value), *((f"epoch {closed.epoch}", closed.value) for closed in record.closed)]

@@ -7,11 +7,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from service.buffers.graphs import StoredGraph, digest_of, known
-from service.buffers.names import BufferName
+from service.buffers.graphs import StoredGraph, digest_of, named_graph, record_of, unknown
+from service.buffers.names import BufferName, graphs_of
+from service.buffers.record import Record
 from service.buffers.transaction import Transaction
 from service.dtypes import BOOL, Array
 from service.errors import EpochGone, GraphCorrupt, GraphExists, shown
+
+
+def _get(txn: Transaction, namespace: str, name: str) -> Record | None:
+    """Return the buffer that is the graph. Raises `GraphCorrupt`."""
+    with named_graph(name):
+        return txn.get(BufferName(graphs_of(namespace), name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +42,11 @@ class PutGraph:
         return cls(name=name, content=np.frombuffer(content, BOOL), digest=digest_of(content), options=options)
 
     def found(self, txn: Transaction, namespace: str) -> StoredGraph | None:
-        """Return the same graph if it is there. Raises `GraphExists`, `TooManyGraphs` and `GraphCorrupt`."""
-        graph = txn.graph(BufferName(namespace, self.name))
-        if graph is None:
-            txn.admit_graph(namespace)
-        elif (graph.digest, graph.options) != (self.digest, self.options):
+        """Return the same graph if it is there. Raises `GraphExists` and `GraphCorrupt`."""
+        if (record := _get(txn, namespace, self.name)) is None:
+            return None
+        graph = StoredGraph.of(record)
+        if (graph.digest, graph.options) != (self.digest, self.options):
             options = f"the options {shown(dict(graph.options))}, not {shown(dict(self.options))}"
             differing = "another model" if graph.digest != self.digest else options
             problem = f"There is a graph {self.name!r} with {differing}: delete it first, or use another name"
@@ -47,24 +54,26 @@ class PutGraph:
         return graph
 
     def make(self, txn: Transaction, namespace: str, now: float) -> tuple[StoredGraph, bool]:
-        """Return the graph, and whether it is new. Raises what `found` raises."""
+        """Return the graph, and whether it is new. Raises what `found` raises, and `TooManyGraphs`."""
         if (found := self.found(txn, namespace)) is not None:
             return found, False
-        value, created = txn.store_bytes(self.content), now if self.created is None else self.created
-        made = StoredGraph(self.name, value, created, dict(self.options), self.content.size, self.digest)
-        txn.put_graph(BufferName(namespace, self.name), made)
-        return made, True
+        txn.count_new(BufferName(graphs_of(namespace), self.name), now)
+        name, created = BufferName(namespace, self.name), now if self.created is None else self.created
+        value, head = txn.store_bytes(self.content), (created, self.options, self.content.size, self.digest)
+        record = record_of(name, txn.new_id(), value, *head)
+        txn.put(record)
+        return StoredGraph.of(record), True
 
     def again(self, txn: Transaction, namespace: str, marks: Sequence[str]) -> tuple[StoredGraph, bool]:
         """Return what `make` has returned for the same request before. Raises `EpochGone` if the graph is gone."""
-        found, (made, was_new) = txn.graph(BufferName(namespace, self.name)), marks
+        found, (made, was_new) = _get(txn, namespace, self.name), marks
         if found is None or str(found.id) != made:
             raise EpochGone(
                 f"This request was made before, for a graph {self.name!r} that no longer exists. A request for a new"
                 " graph of that name needs a new key",
                 graph=self.name,
             )
-        return found, bool(was_new)
+        return StoredGraph.of(found), bool(was_new)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +84,14 @@ class DeleteGraph:
 
     def make(self, txn: Transaction, namespace: str, now: float) -> tuple[None, bool]:
         """Delete the graph. Raises `UnknownGraph`."""
-        name = BufferName(namespace, self.name)
         try:
-            txn.free(known(txn.graph(name), self.name).id)
-        except GraphCorrupt:
-            pass  # the bytes of its model stay until an export
-        txn.put_graph(name, None)
+            record = _get(txn, namespace, self.name)
+        except GraphCorrupt:  # the bytes of its model stay until an export
+            txn.remove_damaged(BufferName(graphs_of(namespace), self.name))
+            return None, False
+        if record is None:
+            raise unknown(self.name)
+        txn.remove(record)
         return None, False
 
     def again(self, txn: Transaction, namespace: str, marks: Sequence[str]) -> tuple[None, bool]:

@@ -1,23 +1,25 @@
 """Graphs: ONNX models that a store keeps for the clients of a namespace.
 
-A store keeps the bytes of a model as a value, and a small head beside it, under the graph's name.
+A graph is a buffer that no client names: its value has the bytes of the model, and its record the rest.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
-from service.buffers.names import BufferName
-from service.buffers.sealed import seal, seed_of, unseal
-from service.errors import GraphCorrupt, TooManyGraphs, UnknownGraph, shown
+from service.buffers.names import BufferName, graphs_of
+from service.buffers.record import Record, Spec
+from service.buffers.sealed import seed_of, unseal
+from service.dtypes import BOOL
+from service.errors import BufferCorrupt, GraphCorrupt, UnknownBuffer, UnknownGraph, shown
 
 MAX_GRAPHS = 1000
-"""Graphs that a namespace may have by default: a trainer has a few, and each change counts them."""
+"""Graphs that a namespace may have by default: a trainer has a few."""
 
 DIGEST_BYTES = 16
 """Length of the digest of a model: no two models are ever expected to share one."""
@@ -25,7 +27,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class StoredGraph:
-    """A graph without the bytes of its model, which the store keeps as the value `id`.
+    """A graph without the bytes of its model.
 
     `id` tells the graph from earlier graphs of the same name. `options` are those of the request that made the graph.
     """
@@ -38,24 +40,37 @@ class StoredGraph:
     digest: str
     """What `digest_of` returns for the model's bytes."""
 
+    @classmethod
+    def of(cls, record: Record) -> StoredGraph:
+        """Return the graph that a buffer is."""
+        return cls(record.name, record.id, record.created, nbytes=record.spec.nbytes, **record.about)
+
+
+def record_of(
+    name: BufferName, graph: int, value: int, created: float, options: Mapping[str, str], nbytes: int, digest: str
+) -> Record:
+    """Return the buffer that is the graph of this name. `graph` is its id, and `value` has the bytes of its model."""
+    full, spec, about = BufferName(graphs_of(name.namespace), name.name), Spec((nbytes,), BOOL), dict(options)
+    return Record(full, spec, graph, created, created, value=value, about={"digest": digest, "options": about})
+
+
+def unpack_older(name: BufferName, sealed: bytes | memoryview) -> Record:
+    """Return the buffer of a graph as formats before 9 have stored it, apart. Raises `BufferCorrupt`."""
+    try:
+        number, *head = orjson.loads(unseal(sealed, seed_of(f"graph {name.joined}".encode())) or b"")
+    except ValueError:
+        raise damaged(name.name) from None
+    return record_of(name, number, number, *head)
+
 
 def digest_of(content: bytes | memoryview) -> str:
     """Return the digest of these bytes in hexadecimal digits. A gigabyte takes more than a second."""
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
 
 
-def check_count(count: int, limit: int) -> None:
-    """Raise `TooManyGraphs` if a namespace that has `count` graphs may have no more."""
-    if count >= limit:
-        problem = f"The namespace has {count} graphs; the limit is {limit} (GRADSERVE_MAX_GRAPHS): delete some first"
-        raise TooManyGraphs(problem, limit=limit, count=count)
-
-
-def known(found: StoredGraph | None, name: str, wanted: int | None = None) -> StoredGraph:
-    """Return the graph that was found under a name. Raises `UnknownGraph` if there is none, or not the `wanted` id."""
-    if found is None or wanted not in (None, found.id):
-        raise UnknownGraph(f"There is no graph {shown(name)}; PUT /v1/graphs/{{name}} makes one", graph=name)
-    return found
+def unknown(name: str) -> UnknownGraph:
+    """Return the error of a graph that does not exist."""
+    return UnknownGraph(f"There is no graph {shown(name)}; PUT /v1/graphs/{{name}} makes one", graph=name)
 
 
 def damaged(name: str, what: str = "head") -> GraphCorrupt:
@@ -64,19 +79,12 @@ def damaged(name: str, what: str = "head") -> GraphCorrupt:
     return GraphCorrupt(problem, graph=name)
 
 
-def pack_graph(name: BufferName, graph: StoredGraph) -> bytes:
-    """Return a graph as it is stored under its name, sealed."""
-    members: list[Any] = [graph.id, graph.created, dict(graph.options), graph.nbytes, graph.digest]
-    return seal(orjson.dumps(members), _seed_of(name))
-
-
-def unpack_graph(name: BufferName, sealed: bytes | memoryview) -> StoredGraph:
-    """Return the graph of this name from what is stored. Raises `GraphCorrupt`."""
+@contextmanager
+def named_graph(name: str, what: str = "head") -> Iterator[None]:
+    """Let errors of the buffer name the graph that it is. `what` is read of it: its head, or its model."""
     try:
-        return StoredGraph(name.name, *orjson.loads(unseal(sealed, _seed_of(name)) or b""))
-    except (TypeError, ValueError):
-        raise damaged(name.name) from None
-
-
-def _seed_of(name: BufferName) -> int:
-    return seed_of(f"graph {name.joined}".encode())
+        yield
+    except UnknownBuffer:
+        raise unknown(name) from None
+    except BufferCorrupt:
+        raise damaged(name, what) from None

@@ -39,6 +39,21 @@ def check_length(name: str, longest: int, what: str = "buffer") -> None:
         )
 
 
+HIDDEN = "+"
+"""The first character of the namespaces of buffers that no client names. No namespace of a client has it."""
+
+_GRAPHS = f"{HIDDEN}graphs{HIDDEN}"
+
+
+def graphs_of(namespace: str) -> str:
+    """Return the namespace that has the graphs of a namespace, as buffers.
+
+    >>> graphs_of("ann")
+    '+graphs+ann'
+    """
+    return _GRAPHS + namespace
+
+
 class BufferName(NamedTuple):
     """The full name of a buffer: its namespace, "" by default, and the name that its clients know.
 
@@ -51,6 +66,16 @@ class BufferName(NamedTuple):
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def graph(self) -> BufferName | None:
+        """The name of the graph that this buffer is, with the namespace of its clients; None for another buffer.
+
+        >>> BufferName("+graphs+ann", "mlp").graph, BufferName("ann", "layer.weight").graph
+        (BufferName(namespace='ann', name='mlp'), None)
+        """
+        own = self.namespace.removeprefix(_GRAPHS)
+        return None if own == self.namespace else BufferName(own, self.name)
 
     @property
     def joined(self) -> str:

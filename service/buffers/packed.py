@@ -96,9 +96,11 @@ def pack_record(record: Record) -> bytes:
         record.value,
         [_pack_closed(spec, closed) for closed in record.closed],
     ]
-    if record.began is not None or record.contributors_in or record.absent:
+    if record.began is not None or record.contributors_in or record.absent or record.about:
         fields += [record.began, record.contributors_in]
-    if record.closed_at is not None:
+    if record.about:
+        fields += [record.closed_at, record.absent, record.about]
+    elif record.closed_at is not None:
         fields += [record.closed_at, record.absent] if record.absent else [record.closed_at]
     return orjson.dumps(fields)
 
@@ -109,13 +111,14 @@ def unpack_record(name: BufferName, packed: bytes | memoryview) -> Record:
         members, *state = orjson.loads(packed)
         spec = _shared_spec(orjson.dumps(members))
         state[8] = tuple([_unpack_closed(spec, each) for each in state[8]])
-        began, contributors, closed_at, absent = _later(state[9:])
+        began, contributors, closed_at, absent, about = _later(state[9:])
         if closed_at is None and state[8]:
             closed_at = state[2]  # a record of a format before 8
         _NUMBERS.pack(*state[:7], *map(_zeroed, (state[7], began, closed_at)))  # refuses other types
         _check_numbers(contributors)
         _check_numbers(absent, float)
-        return Record(name, spec, *[*state[:9], began, contributors, closed_at, absent, len(packed)])
+        _check(isinstance(about, dict))
+        return Record(name, spec, *[*state[:9], began, contributors, closed_at, absent, about, len(packed)])
     except (LookupError, TypeError, ValueError, struct.error):
         problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
         raise BufferCorrupt(problem, buffer=str(name)) from None
@@ -140,9 +143,9 @@ def _check(is_packed: bool) -> None:
 
 
 def _later(fields: Sequence[Any]) -> Sequence[Any]:
-    """Return began, contributors_in, closed_at and absent from what a record has of them."""
+    """Return began, contributors_in, closed_at, absent and about from what a record has of them."""
     found = fields if len(fields) > 1 else [None, {}, *fields]
-    return [*found, *(None, {})[len(found) - 2 :]]
+    return [*found, *(None, {}, {})[len(found) - 2 :]]
 
 
 def _check_numbers(contributors: Any, kind: type = int) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from service.buffers.graphs import StoredGraph
 from service.buffers.names import BufferName
 from service.buffers.record import Record, Spec
 from service.dtypes import Array
@@ -19,22 +18,19 @@ class Moment(Protocol):
     """A store as it is at one moment."""
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
-        """Yield the buffers whose joined names begin with the prefix: name and record, None if that is damaged."""
+        """Yield the buffers whose joined names begin with the prefix: name and record, None if that is damaged.
+
+        Graphs are among them.
+        """
 
     def streamed(self, spec: Spec, value: int | None) -> Iterator[Array]:
         """Yield the elements of a value in order. Each piece may overwrite the one before. Raises `BufferCorrupt`."""
-
-    def sound_graphs(self, prefix: str = "") -> Iterator[tuple[BufferName, StoredGraph | None]]:
-        """Yield the graphs whose joined names begin with the prefix: name and graph, None if that is damaged."""
-
-    def model(self, graph: StoredGraph) -> Iterator[Array]:
-        """Yield the bytes of a graph's model in order, flat, as `streamed` does. Raises `GraphCorrupt`."""
 
     def faults(self) -> list[str]:
         """Return the damage that forbids to read anything else."""
 
     def other_findings(self, values: Collection[int]) -> Iterator[str]:
-        """Yield lines about all but buffers and graphs, which have these values. Damage begins with `WRONG`."""
+        """Yield lines about all but buffers, which have these values. Damage begins with `WRONG`."""
 
 
 class ReadOnlyStore(Protocol):

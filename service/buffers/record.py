@@ -11,7 +11,16 @@ from service.buffers.epochs import Closed, ClosedBy, described
 from service.buffers.names import BufferName
 from service.buffers.specs import Spec as Spec
 from service.dtypes import Array
-from service.errors import EpochGone, EpochOpen, GradserveError, SourceChanged, TooManyBuffers, UnknownBuffer, shown
+from service.errors import (
+    EpochGone,
+    EpochOpen,
+    GradserveError,
+    SourceChanged,
+    TooManyBuffers,
+    TooManyGraphs,
+    UnknownBuffer,
+    shown,
+)
 
 Receipt: TypeAlias = dict[str, Any]
 """The result of a change: name, updated, closed, epoch, version, count and weight; of a new buffer its metadata.
@@ -23,10 +32,20 @@ WEIGHT_ROUNDING = 1e-9
 """The relative part of `quorum_weight` that may be missing: ten shares of 0.1 sum to a little less than 1."""
 
 
-def too_many(count: int, limit: int) -> TooManyBuffers:
-    """Return the error of a namespace that has as many buffers as it may."""
-    problem = f"The namespace has {count} buffers; the limit is {limit} (GRADSERVE_MAX_BUFFERS): delete some first"
-    return TooManyBuffers(problem, limit=limit, count=count)
+class Most(NamedTuple):
+    """How many buffers, and how many graphs, a namespace may have."""
+
+    buffers: int
+    graphs: int
+
+    def refusal(self, name: BufferName, count: int) -> TooManyBuffers | TooManyGraphs | None:
+        """Return why the namespace of this name, which has `count` buffers or graphs, may have no further one."""
+        what, limit = ("buffers", self.buffers) if name.graph is None else ("graphs", self.graphs)
+        if count < limit:
+            return None
+        setting = f"GRADSERVE_MAX_{what.upper()}"
+        problem = f"The namespace has {count} {what}; the limit is {limit} ({setting}): delete some first"
+        return (TooManyBuffers if name.graph is None else TooManyGraphs)(problem, limit=limit, count=count)
 
 
 @dataclass(frozen=True)
@@ -36,7 +55,8 @@ class Record:
     `id` tells the buffer from earlier buffers of the same name. `began` is the time of the running epoch's first add,
     None without a deadline. `contributors_in` counts the gradients of each contributor in it. `closed_at` is when the
     last epoch closed. `absent` has those of the spec's contributors who were not in that epoch: when the last epoch
-    that had them closed, or the creation.
+    that had them closed, or the creation. `about` is what the service keeps with a buffer that no client
+    names.
     """
 
     full_name: BufferName
@@ -54,6 +74,7 @@ class Record:
     contributors_in: Mapping[str, int] = field(default_factory=dict)
     closed_at: float | None = None
     absent: Mapping[str, float] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
     packed_bytes: int = field(default=0, compare=False)
     """Bytes of the record in the store when it was read last."""
 

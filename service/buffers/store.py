@@ -20,9 +20,11 @@ from heapq import nsmallest
 from itertools import islice
 from typing import Protocol, Self, TypeAlias, TypeVar
 
+import numpy as np
+
 from service.buffers.epochs import Closed
-from service.buffers.graphs import StoredGraph
-from service.buffers.names import BufferName
+from service.buffers.graphs import StoredGraph, damaged, digest_of, named_graph, unknown
+from service.buffers.names import BufferName, graphs_of
 from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import Push
 from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown_buffer
@@ -150,15 +152,28 @@ class Store(Protocol):
 
     def graph(self, name: str) -> StoredGraph:
         """Return the graph, without its content. Raises `UnknownGraph` and `GraphCorrupt`."""
+        with named_graph(name):
+            (record,) = self.within(graphs_of(self.namespace)).durable([name])
+        return StoredGraph.of(record)
 
     def graphs(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[StoredGraph]:
         """Return the first graphs with the prefix behind the name `after`, in the order of their names.
 
         Damaged graphs are left out.
         """
+        found = self.within(graphs_of(self.namespace)).records(prefix, after, limit)
+        return [StoredGraph.of(record) for record in found]
 
     def graph_content(self, graph: StoredGraph) -> memoryview:
         """Return the bytes of the graph's model. Raises `UnknownGraph` if it is gone, and `GraphCorrupt`."""
+        with named_graph(graph.name, "model"):
+            (found,) = self.within(graphs_of(self.namespace)).read([graph.name])
+        if found.record.id != graph.id:
+            raise unknown(graph.name)
+        content = found.value.view(np.uint8).data.toreadonly()
+        if digest_of(content) != graph.digest:  # the checksums of a database may be off
+            raise damaged(graph.name, "model")
+        return content
 
     def generation(self) -> int:
         """Return a number that changes with every change of the store by any process. Raises `StoreFailed`."""
@@ -168,7 +183,7 @@ class Store(Protocol):
         self.generation()
 
     def size(self) -> tuple[int, int]:
-        """Return the count of buffers in all namespaces, and the bytes in use."""
+        """Return the count of buffers in all namespaces of clients, and the bytes in use."""
 
     def measures(self) -> dict[str, float]:
         """Return what else the metrics say about the store: numbers of its database, by the ends of their names."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from service.buffers.gradients import Gradient
-from service.buffers.graphs import StoredGraph
 from service.buffers.names import BufferName
 from service.buffers.pushes import Place, Push, PushName
 from service.buffers.record import Key, Known, Record, Spec
@@ -23,7 +22,7 @@ class Transaction(Protocol):
         """Return the names of the namespace's buffers with the prefix, in their order, even of those that expired."""
 
     def count_new(self, name: BufferName, now: float) -> None:
-        """Count a new buffer before it is `put`. Raises `TooManyBuffers`."""
+        """Count a new buffer before it is `put`. Raises `TooManyBuffers` and `TooManyGraphs`."""
 
     def put(self, record: Record) -> None:
         """Store the buffer in place of its earlier state."""
@@ -78,15 +77,6 @@ class Transaction(Protocol):
 
     def free_staged(self, place: Place) -> None:
         """Free a staged gradient."""
-
-    def graph(self, name: BufferName) -> StoredGraph | None:
-        """Return the graph. Raises `GraphCorrupt`."""
-
-    def admit_graph(self, namespace: str) -> None:
-        """Raise `TooManyGraphs` if the namespace may have no further graph."""
-
-    def put_graph(self, name: BufferName, graph: StoredGraph | None) -> None:
-        """Store the head of a graph; None removes it, damaged or not. Its value stays."""
 
     def store_bytes(self, content: Array) -> int:
         """Store the bytes of a flat array of bool as a value. Return its id."""

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
 from typing import Any, BinaryIO, NamedTuple
@@ -23,7 +24,7 @@ from service.buffers import transfer_graphs
 from service.buffers.changes import Delete
 from service.buffers.epochs import MAX_CONTRIBUTORS, is_contributor
 from service.buffers.graph_changes import DeleteGraph
-from service.buffers.graphs import StoredGraph
+from service.buffers.graphs import damaged
 from service.buffers.names import BufferName, check_length, check_name
 from service.buffers.perform import Request
 from service.buffers.readonly import Moment
@@ -55,8 +56,9 @@ def export(
     with opening as opened, named(path or "stdout"), replacing(path) as file:
         now = opened.now()
         with opened.reading() as moment, np.errstate(all="ignore"):
-            records = {name: record for name, record in _sound(moment, prefix).items() if record.lives(now)}
-            graphs = transfer_graphs.sound(moment, prefix)
+            found = [record for record in _sound(moment, prefix) if record.lives(now)]
+            records = {record.full_name.joined: record for record in found if record.full_name.graph is None}
+            graphs = {transfer_graphs.tensor_of(each): each for each in found if each.full_name.graph is not None}
             if prefix and not (records or graphs):  # a file without buffers must not replace a good file
                 raise UnknownBuffer(f"There is no buffer and no graph whose name begins with {shown(prefix)}")
             types = {name: (each.spec.dtype, each.spec.shape) for name, each in records.items()}
@@ -81,7 +83,7 @@ def _writing(file: Any) -> Callable[[Array], int]:
     return lambda piece: int(file.write(piece.reshape(-1).view(np.uint8).data))
 
 
-def _metadata(records: Mapping[str, Record], graphs: Mapping[str, StoredGraph]) -> dict[str, str]:
+def _metadata(records: Mapping[str, Record], graphs: Mapping[str, Record]) -> dict[str, str]:
     """Return the metadata of the file. Without graphs a version before reads it, too."""
     metadata = {"buffers": {name: _described(record) for name, record in records.items()}}
     if graphs:
@@ -89,14 +91,17 @@ def _metadata(records: Mapping[str, Record], graphs: Mapping[str, StoredGraph]) 
     return {name: orjson.dumps(members).decode() for name, members in metadata.items()}
 
 
-def _sound(moment: Moment, prefix: str) -> dict[str, Record]:
-    """Return the buffers with this prefix by their joined names. Raises `BufferCorrupt`."""
-    found = {}
-    for name, record in moment.sound_records(prefix):
+def _sound(moment: Moment, prefix: str) -> Iterator[Record]:
+    """Yield the buffers and graphs whose names have this prefix. Raises `BufferCorrupt` and `GraphCorrupt`."""
+    ranges = moment.sound_records(prefix), moment.sound_records(transfer_graphs.prefix_of(prefix))
+    for name, record in dict(chain(*ranges)).items():  # the first may have all of the second
+        shown = (name.graph or name).joined
+        if not shown.startswith(prefix):
+            continue
         if record is None:
-            raise BufferCorrupt(f"The stored record of the buffer {name.joined!r} is damaged", buffer=name.joined)
-        found[name.joined] = record
-    return found
+            problem = BufferCorrupt(f"The stored record of the buffer {shown!r} is damaged", buffer=shown)
+            raise problem if name.graph is None else damaged(shown)
+        yield record
 
 
 def _described(record: Record) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from service.buffers.graph_changes import PutGraph
-from service.buffers.graphs import StoredGraph, damaged, digest_of
-from service.buffers.names import BufferName
+from service.buffers.graphs import digest_of, named_graph
+from service.buffers.names import BufferName, graphs_of
 from service.buffers.readonly import Moment
+from service.buffers.record import Record
 from service.codecs.safetensors import TensorType
 from service.dtypes import BOOL, INT32, Array
 from service.errors import MalformedBody, shown
@@ -40,30 +41,34 @@ SavedGraph: TypeAlias = tuple[BufferName, PutGraph]
 """A graph of a file, and the change that makes it again."""
 
 
-def sound(moment: Moment, prefix: str) -> dict[str, StoredGraph]:
-    """Return the graphs with this prefix by the names of their tensors. Raises `GraphCorrupt`."""
-    found = {}
-    for name, graph in moment.sound_graphs(prefix):
-        if graph is None:
-            raise damaged(name.joined)
-        found[BufferName(name.namespace, ROOM + name.name).joined] = graph
-    return found
+def prefix_of(prefix: str) -> str:
+    """Return the prefix that buffers have which are graphs whose names have this prefix; all names are joined."""
+    own = BufferName(graphs_of(""), "").joined
+    return own[:-1] + prefix[1:] if prefix[:1] in ("", "~") else own + prefix
 
 
-def type_of(graph: StoredGraph) -> TensorType:
+def tensor_of(graph: Record) -> str:
+    """Return the name of the tensor that holds the model."""
+    name = graph.full_name.graph or graph.full_name
+    return BufferName(name.namespace, ROOM + name.name).joined
+
+
+def type_of(graph: Record) -> TensorType:
     """Return the dtype and the shape of the tensor that holds the model."""
-    return INT32, (-(-graph.nbytes // INT32.itemsize),)
+    return INT32, (-(-graph.spec.nbytes // INT32.itemsize),)
 
 
-def described(graph: StoredGraph) -> dict[str, Any]:
+def described(graph: Record) -> dict[str, Any]:
     """Return the rest of the graph."""
-    return {"options": graph.options, "created": graph.created, "bytes": graph.nbytes, "digest": graph.digest}
+    options, digest = graph.about["options"], graph.about["digest"]
+    return {"options": options, "created": graph.created, "bytes": graph.spec.nbytes, "digest": digest}
 
 
-def pieces(moment: Moment, graph: StoredGraph) -> Iterator[Array]:
+def pieces(moment: Moment, graph: Record) -> Iterator[Array]:
     """Yield the bytes of the tensor. Raises `GraphCorrupt`."""
-    yield from moment.model(graph)
-    yield np.zeros(-graph.nbytes % INT32.itemsize, np.uint8)
+    with named_graph(graph.name, "model"):
+        yield from moment.streamed(graph.spec, graph.value)
+    yield np.zeros(-graph.spec.nbytes % INT32.itemsize, np.uint8)
 
 
 def read(what: str, metadata: str | None, tensors: Mapping[str, Array]) -> dict[str, SavedGraph]:

@@ -12,7 +12,6 @@ import psycopg
 import pytest
 
 from service.buffers import failpoints
-from service.buffers.graphs import unpack_graph
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_push
 from service.buffers.postgres import PostgresStore, batch, blobs, compactor, deltas, janitor, transaction, writer
@@ -63,7 +62,7 @@ class Schema:
 
     def damage(self, pattern: bytes) -> None:
         """Cut the first byte off everything that holds `pattern`: records, pushes, gradients, and the rows of blobs."""
-        columns = {"buffers": "record", "pushes": "record", "graphs": "record", "deltas": "data", "chunks": "data"}
+        columns = {"buffers": "record", "pushes": "record", "deltas": "data", "chunks": "data"}
         cuts = [
             f"update {table} set {data} = substr({data}, 2) where position(%s::bytea in {data}) > 0 returning 1"
             for table, data in columns.items()
@@ -78,13 +77,11 @@ class Schema:
 
     def faults(self) -> list[str]:
         """Return what nothing refers to, or what is missing, while no store works."""
-        rows = self.ask("select name, record, expires, due from buffers")
-        records = [(unpack_record(BufferName("", name), packed), times) for name, packed, *times in rows]
+        rows = self.ask("select namespace, name, record, expires, due from buffers")
+        records = [(unpack_record(BufferName(*row[:2]), row[2]), [*row[3:]]) for row in rows]
         used = {value for record, _ in records for value in record.values}
         for (packed,) in self.ask("select record from pushes"):
             used.update(values_of(unpack_push(packed)))
-        graphs = self.ask("select namespace, name, record from graphs")
-        used.update(unpack_graph(BufferName(namespace, name), packed).id for namespace, name, packed in graphs)
         found = {value for (value,) in self.ask("select distinct value from deltas")}
         faults = [f"deltas of the value {value}, which no buffer has" for value in found - used]
         faults += [f"no deltas of the value {value}" for value in used - found]

@@ -13,7 +13,7 @@ import pytest
 from service import errors
 from service.buffers.changes import Add, Change, Create, Delete
 from service.buffers.graph_changes import DeleteGraph, PutGraph
-from service.buffers.perform import Outcome, Request
+from service.buffers.perform import Outcome, Request, Wide
 from service.buffers.record import Key
 from service.buffers.sets import Set
 from service.buffers.store import Store
@@ -283,3 +283,12 @@ def test_a_graph_that_is_there_sets_no_buffer_back(store: Store) -> None:
     delete(store)
     put(store, "mlp", SMALL, initial("w"))
     assert value(store, "w").tolist() == [1, 1]
+
+
+def test_no_client_meets_a_graph_as_a_buffer(store: Store) -> None:
+    create(store, "w")
+    put(store)
+    put(store.within("ann"))
+    assert (store.size()[0], store.names(""), [each.name for each in store.records()]) == (1, ["w"], ["w"])
+    store.submit(Request([Delete(name="w")], wide=Wide("", lambda name: Delete(name=name)))).result(PATIENCE)
+    assert (store.size()[0], store.names(""), names(store), names(store.within("ann"))) == (0, [], ["mlp"], ["mlp"])

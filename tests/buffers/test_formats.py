@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tarfile
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import lmdb
 import pytest
 
 from service.buffers.doctor import examine
+from service.buffers.graph_changes import DeleteGraph
 from service.buffers.lmdb import LmdbStore
 from service.buffers.packed import FORMAT, READABLE
-from service.errors import EpochGone, StoreFailed
+from service.buffers.perform import Request
+from service.buffers.store import Store
+from service.errors import EpochGone, GraphCorrupt, StoreFailed, UnknownGraph
 from tests.buffers.calls import add, value
 from tests.buffers.formats.make import HERE, LAST, MODEL, calls_of, send
 from tests.buffers.postgres import Schema
@@ -140,7 +144,11 @@ def test_the_export_of_every_format_brings_its_buffers(tmp_path: Path, name: str
 def test_a_store_that_is_read_holds_what_was_put_in(tmp_path: Path, name: str) -> None:
     path = unpacked(name, tmp_path) / "store"
     assert wrong(path) == []
-    assert f", format {MADE[name]}\n" in called("doctor", "--store", f"lmdb:{path}")[1]
+    described = called("doctor", "--store", f"lmdb:{path}")[1]
+    assert f", format {MADE[name]}\n" in described
+    assert "\n1 graphs\n" in described
+    assert called("export", str(tmp_path / "again"), "--store", f"lmdb:{path}")[0] == 0
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "export.safetensors").read_bytes()
     with serving(store=f"lmdb:{path}", idempotency_seconds=1e9) as url:
         check_content(url, MADE[name])
     assert wrong(path) == []
@@ -156,6 +164,41 @@ def test_tables_that_are_read_hold_what_was_put_in(tmp_path: Path, postgres_url:
     assert schema.faults() == []
     assert problems(schema, FORMAT) == []
     schema.drop()
+
+
+def test_a_damaged_graph_of_an_older_store_stays_damaged(tmp_path: Path) -> None:
+    path = unpacked("8.tar.xz", tmp_path) / "store"
+    with lmdb.open(str(path), max_dbs=1) as env, env.begin(write=True) as txn:
+        graphs = env.open_db(b"graphs", txn, create=False)
+        txn.put(b"g", txn.get(b"g", b"", db=graphs)[1:], db=graphs)
+    damaged_graph(lambda: LmdbStore(path, max_bytes=MAX_BYTES), lambda: wrong(path))
+
+
+def test_a_damaged_graph_of_older_tables_stays_damaged(tmp_path: Path, postgres_url: str) -> None:
+    schema = restored("8.tar.xz", tmp_path, postgres_url)
+    schema.ask("update graphs set record = substr(record, 2)")
+
+    def found() -> list[str]:
+        return [line for line in examine(schema.url, MAX_BYTES, schema.name) if line.startswith("WRONG")]
+
+    damaged_graph(schema.open, found)
+    schema.drop()
+
+
+def damaged_graph(opened: Callable[[], Store], found: Callable[[], list[str]]) -> None:
+    """Check a store whose graph was damaged when its format had graphs apart."""
+    before = found()
+    assert "WRONG: the graph 'g' is damaged" in before
+    with closing(opened()) as store:
+        assert store.graphs() == []
+        with pytest.raises(GraphCorrupt, match="head of the graph 'g' is damaged"):
+            store.graph("g")
+    assert found() == before
+    with closing(opened()) as store:
+        store.submit(Request([], graph=DeleteGraph(name="g"))).result()
+        with pytest.raises(UnknownGraph):
+            store.graph("g")
+    assert "WRONG: the graph 'g' is damaged" not in found()
 
 
 def problems(schema: Schema, number: int) -> list[str]:
@@ -227,7 +270,7 @@ def packed_in(path: Path) -> list[str]:
     """Return the JSON in the databases of an LMDB store, with 0 for every number."""
     found = []
     with lmdb.open(str(path), max_dbs=9, readonly=True) as env, env.begin() as txn:
-        for name in (b"buffers", b"pushes", b"values", b"graphs"):
+        for name in (b"buffers", b"pushes", b"values"):
             for key, sealed in txn.cursor(env.open_db(name, txn, create=False)):
                 data = bytes(sealed)[16 if name == b"pushes" else 0 : -8]  # without its checksum
                 if name == b"values":
@@ -262,7 +305,6 @@ def tables_of(schema: Schema) -> dict[str, object]:
             for query in (
                 "select substr(record, 1, length(record) - 8) from buffers order by name",  # without the checksum
                 "select record from pushes",
-                "select substr(record, 1, length(record) - 8) from graphs",
             )
             for (record,) in schema.ask(query)
         ],

@@ -131,7 +131,7 @@ def test_what_a_crash_has_left_of_a_graph_is_forgotten(
     Between(monkeypatch, lambda: shutil.copytree(tmp_path / "store", crashed), at=at)
     send(store).result(PATIENCE)
     monkeypatch.setattr(failpoints, "action", None)
-    assert (entries_of(crashed)["pushes"], entries_of(crashed)["graphs"], wrong(crashed)) == (1, 0, [])
+    assert (entries_of(crashed)["pushes"], entries_of(crashed)["buffers"], wrong(crashed)) == (1, 0, [])
     clock.advance(drafts.GRAPH_SECONDS + 1)
     again = open_lmdb(crashed, clock)
     do(again)

@@ -147,7 +147,8 @@ listen front
 
     def status() -> dict[str, str]:
         with socket.socket(socket.AF_UNIX) as stats:
-            stats.connect(str(control))
+            if stats.connect_ex(str(control)):  # HAProxy may listen on its port first
+                return {"check_status": ""}
             stats.sendall(b"show stat front 4 -1\n")
             names, values = stats.makefile().read().splitlines()[:2]
         return dict(zip(names.split(","), values.split(","), strict=True))

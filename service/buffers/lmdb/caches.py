@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from service.buffers.lmdb.values import Chunk
 from service.buffers.names import BufferName
-from service.buffers.record import Record
+from service.buffers.record import Most, Record
 from service.buffers.store import Allocate
 from service.dtypes import Array
 
@@ -90,8 +90,7 @@ class WriterState:
     """
 
     allocate: Allocate
-    max_buffers: int
-    max_graphs: int
+    most: Most
     records: RecordCache = field(default_factory=RecordCache)
     values: ValueCache = field(default_factory=ValueCache)
     last: int = 0

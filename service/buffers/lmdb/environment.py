@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -13,13 +14,15 @@ from typing import Any
 import lmdb
 import orjson
 
-from service.buffers.lmdb.format import DATABASES, NUMBER, index, keep
+from service.buffers.graphs import unpack_older
+from service.buffers.lmdb.format import COUNT, DATABASES, NUMBER, index, keep, name_of
 from service.buffers.lmdb.pages import faults_of
 from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full
+from service.buffers.names import BufferName, graphs_of
 from service.buffers.packed import FORMAT, READABLE, check_format
 from service.buffers.room import store_full
-from service.buffers.sealed import seed_of, unseal
-from service.errors import StoreFailed
+from service.buffers.sealed import pack_record, seed_of, unseal
+from service.errors import BufferCorrupt, StoreFailed
 from service.host.files import check_regular, open_new
 from service.host.system import disk_bytes, reserve, sync_drive, sync_path
 
@@ -68,7 +71,8 @@ class Environment:
     outcomes: Any
     pushes: Any
     deadlines: Any
-    graphs: Any
+    older_graphs: Any | None = None
+    """The graphs of an older store that is only read, which has them apart."""
 
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:
         self.path, self.max_bytes = path, max_bytes
@@ -101,11 +105,17 @@ class Environment:
             self.format = READABLE[0] if is_new else self._check_format(reader, f"The store in {self.path}", READABLE)
         for name in DATABASES:
             setattr(self, name, self._env.open_db(name.encode(), txn, create=is_new))
-        if txn is not None and self.format != str(FORMAT):
-            self._bring_over(txn)
+        if self.format != str(FORMAT):
+            if txn is None:
+                self.older_graphs = self._env.open_db(b"graphs", create=False)
+            else:
+                self._bring_over(txn)
 
     def _bring_over(self, txn: Any) -> None:
-        """Seal what older formats have without checksums, which a new store lacks. The clock starts again."""
+        """Seal what older formats have without checksums, which a new store lacks, and make graphs buffers.
+
+        The clock starts again.
+        """
         numbers = {name: bytes(NUMBER.size) for name in (b"last_id", b"slots")} | dict(txn.cursor(db=self.meta))
         if len(numbers[b"last_id"]) != NUMBER.size:
             raise lmdb.CorruptedError(f"format {self.format} is not its format")
@@ -113,6 +123,17 @@ class Environment:
             for key, data in entries.items():
                 keep(txn, database, key, data)
         index(txn, self.keys, self.outcomes)
+        graphs, counts = self._env.open_db(b"graphs", txn), Counter[str]()
+        for key, sealed in txn.cursor(db=graphs):
+            name = name_of(key)
+            with suppress(BufferCorrupt):  # damaged it stays, under its new name
+                sealed = pack_record(unpack_older(name, sealed))
+            name = BufferName(graphs_of(name.namespace), name.name)
+            txn.put(name.joined.encode(), sealed, db=self.buffers)
+            counts[name.namespace] += 1
+        for namespace, count in counts.items():
+            keep(txn, self.meta, COUNT + namespace.encode(), NUMBER.pack(count))
+        txn.drop(graphs)
         self.format = str(FORMAT)
         txn.put(b"format", self.format.encode(), db=self.meta)
 
@@ -238,7 +259,7 @@ def open_lmdb(path: Path, *, readonly: bool) -> lmdb.Environment:
         return lmdb.open(
             str(path),
             map_size=MAP_BYTES,
-            max_dbs=len(DATABASES) + 1,
+            max_dbs=len(DATABASES) + 2,  # `meta`, and the graphs of an older format
             max_readers=MOST_READERS,
             meminit=False,
             readonly=readonly,

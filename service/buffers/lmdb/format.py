@@ -37,7 +37,6 @@ The databases of the LMDB environment hold:
     pushes     namespace, a zero byte and the id of a push -> the bytes that it has staged, 8 bytes; the time when the
                store forgets it, 8 bytes; a `Push` as JSON; sealed. A name that begins with a line feed has what is
                written of a large part (`drafts.py`)
-    graphs     `BufferName.joined` -> a `StoredGraph` as JSON, sealed. The bytes of its model are a value, of its id
     deadlines  time, 8 bytes, and `BufferName.joined` -> nothing: when to check whether the buffer has expired
                b"\xfe", time, 8 bytes, and the key of a push -> nothing: when to forget it
                b"\xff", time, 8 bytes, and `BufferName.joined` -> nothing: when the running epoch is due
@@ -73,7 +72,7 @@ from service.buffers.names import BufferName
 from service.buffers.record import Record
 from service.buffers.sealed import seal, seed_of
 
-DATABASES = ("buffers", "values", "free", "keys", "outcomes", "pushes", "deadlines", "graphs")
+DATABASES = ("buffers", "values", "free", "keys", "outcomes", "pushes", "deadlines")
 """All databases but `meta`."""
 
 DUE = b"\xff"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from service.buffers.graphs import StoredGraph, unpack_graph
+from service.buffers.graphs import unpack_older
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import CLOCK, COUNT, DATABASES, DUE, NUMBER, TIME, microseconds, name_of, with_prefix
 from service.buffers.lmdb.keys import KeyReader
@@ -17,7 +17,7 @@ from service.buffers.lmdb.pages import BEHIND, faults_of
 from service.buffers.lmdb.pushes import PushReader
 from service.buffers.lmdb.slots import CHUNK_BYTES, slots_in, stored_number
 from service.buffers.lmdb.values import ValueReader
-from service.buffers.names import BufferName
+from service.buffers.names import BufferName, graphs_of
 from service.buffers.record import Record
 from service.buffers.sealed import SEAL_BYTES, unpack_record
 from service.errors import BufferCorrupt
@@ -57,30 +57,24 @@ class Reader:
         found = self._between(self._env.buffers, start, stop, unpack_record)
         return (record for _, record in found if record is not None)
 
-    def names_in(self, database: Any, start: bytes, stop: bytes) -> Iterator[BufferName]:
-        """Yield the names of the buffers, or graphs, whose keys lie from `start` up to, but without, `stop`."""
-        with self._txn.cursor(db=database) as cursor:
+    def names_in(self, start: bytes, stop: bytes) -> Iterator[BufferName]:
+        """Yield the names of the buffers whose keys lie from `start` up to, but without, `stop`."""
+        with self._txn.cursor(db=self._env.buffers) as cursor:
             if cursor.set_range(start):
                 keys = map(bytes, cursor.iternext(values=False))
                 yield from map(name_of, itertools.takewhile(lambda key: key < stop, keys))
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
         """Yield the buffers whose joined names begin with the prefix: name and record, None if that is damaged."""
-        return self._between(self._env.buffers, prefix.encode(), prefix.encode() + BEHIND, unpack_record)
+        found = self._between(self._env.buffers, prefix.encode(), prefix.encode() + BEHIND, unpack_record)
+        return found if self._env.older_graphs is None else itertools.chain(found, self._older_graphs(prefix))
 
-    def graph(self, name: BufferName) -> StoredGraph | None:
-        """Return the graph. Raises `GraphCorrupt`."""
-        sealed = self._txn.get(name.joined.encode(), db=self._env.graphs)
-        return None if sealed is None else unpack_graph(name, sealed)
-
-    def graphs(self, start: bytes, stop: bytes) -> Iterator[StoredGraph]:
-        """Yield the graphs whose keys lie from `start` up to, but without, `stop`. Damaged graphs are left out."""
-        found = self._between(self._env.graphs, start, stop, unpack_graph)
-        return (graph for _, graph in found if graph is not None)
-
-    def sound_graphs(self, prefix: str = "") -> Iterator[tuple[BufferName, StoredGraph | None]]:
-        """Yield the graphs whose joined names begin with the prefix: name and graph, None if that is damaged."""
-        return self._between(self._env.graphs, prefix.encode(), prefix.encode() + BEHIND, unpack_graph)
+    def _older_graphs(self, prefix: str) -> Iterator[tuple[BufferName, Record | None]]:
+        """Yield the graphs of a store of an older format, as the buffers that they are in this format."""
+        for name, record in self._between(self._env.older_graphs, b"", BEHIND, unpack_older):
+            full = BufferName(graphs_of(name.namespace), name.name)
+            if full.joined.startswith(prefix):
+                yield full, record
 
     def _between(
         self, database: Any, start: bytes, stop: bytes, unpack: Callable[[BufferName, memoryview], T]
@@ -109,9 +103,10 @@ class Reader:
         buffers, keys = sum(self.counts().values()), sum(use.entries for use in uses)
         return buffers == entries["buffers"] and keys == entries["outcomes"]
 
-    def counts(self) -> dict[str, int]:
-        """Return the stored count of buffers of each namespace, 0 if it is damaged."""
-        stored = ((key, self._env.unseal(each, key)) for key, each in with_prefix(self._txn, self._env.meta, COUNT))
+    def counts(self, prefix: str = "") -> dict[str, int]:
+        """Return the stored count of buffers of each namespace with the prefix, 0 if it is damaged."""
+        found = with_prefix(self._txn, self._env.meta, COUNT + prefix.encode())
+        stored = ((key, self._env.unseal(each, key)) for key, each in found)
         return {key[len(COUNT) :].decode(errors="replace"): int.from_bytes(data or b"", "big") for key, data in stored}
 
     def count_all(self) -> dict[str, int]:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from service.buffers.graphs import StoredGraph, damaged
 from service.buffers.lmdb.clock import clock_of
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import due_entry
@@ -18,7 +17,7 @@ from service.buffers.lmdb.values import StoredGradient
 from service.buffers.pushes import DRAFT
 from service.buffers.readonly import WRONG
 from service.buffers.record import Spec
-from service.dtypes import BOOL, Array
+from service.dtypes import Array
 from service.errors import BufferCorrupt
 
 
@@ -27,12 +26,6 @@ class LmdbMoment(Reader):
 
     def streamed(self, spec: Spec, value: int | None) -> Iterator[Array]:
         return self.values.streamed(spec, value)
-
-    def model(self, graph: StoredGraph) -> Iterator[Array]:
-        try:
-            yield from self.values.streamed(Spec((graph.nbytes,), BOOL), graph.id)
-        except BufferCorrupt:
-            raise damaged(graph.name, "model") from None
 
     def faults(self) -> list[str]:
         return self.damaged_pages()  # LMDB might end the process

@@ -1,13 +1,11 @@
-"""The steps of a push in parts and of a graph, in a transaction that writes."""
+"""The steps of a push in parts, and the bytes of a graph, in a transaction that writes."""
 
 from __future__ import annotations
 
 import sys
 
 from service.buffers.gradients import Gradient
-from service.buffers.graphs import StoredGraph, check_count, pack_graph
 from service.buffers.lmdb.caches import WriterState
-from service.buffers.lmdb.format import key_range
 from service.buffers.lmdb.pushes import PushWriter
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.value_writer import ValueWriter
@@ -19,7 +17,7 @@ from service.dtypes import Array
 
 
 class Staging(Reader):
-    """A transaction that stages gradients, adds staged gradients, and changes graphs."""
+    """A transaction that stages gradients, and adds staged gradients."""
 
     values: ValueWriter
     pushes: PushWriter
@@ -57,18 +55,6 @@ class Staging(Reader):
     def free_staged(self, place: Place) -> None:
         self.writes += 1
         self.values.free_staged(place)
-
-    def admit_graph(self, namespace: str) -> None:
-        names = self.names_in(self._env.graphs, *key_range(namespace, "", ""))
-        check_count(sum(1 for _ in names), self._state.max_graphs)
-
-    def put_graph(self, name: BufferName, graph: StoredGraph | None) -> None:
-        self.writes += 1
-        key = name.joined.encode()
-        if graph is None:
-            self._txn.delete(key, db=self._env.graphs)
-        else:
-            self._txn.put(key, pack_graph(name, graph), db=self._env.graphs)
 
     def store_bytes(self, content: Array) -> int:
         self.writes += 1

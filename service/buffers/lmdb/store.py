@@ -16,17 +16,17 @@ from pathlib import Path
 import numpy as np
 
 from service.buffers.epochs import Closed
-from service.buffers.graphs import MAX_GRAPHS, StoredGraph, damaged, known
+from service.buffers.graphs import MAX_GRAPHS
 from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.clock import clock_of
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import key_range
 from service.buffers.lmdb.reader import Reader, reading
 from service.buffers.lmdb.writer import Writer
-from service.buffers.names import BufferName
+from service.buffers.names import HIDDEN, BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import DRAFT, Push
-from service.buffers.record import Key, Known, Record, Snapshot
+from service.buffers.record import Key, Known, Most, Record, Snapshot
 from service.buffers.store import (
     KEY_SECONDS,
     MAX_BUFFERS,
@@ -65,7 +65,7 @@ class LmdbStore(Store):
     ) -> None:
         self._env = Environment(path, max_bytes=max_bytes)
         self._allocate, self._clock = allocate, clock or clock_of(self._env)
-        state = WriterState(allocate, max_buffers, max_graphs)
+        state = WriterState(allocate, Most(max_buffers, max_graphs))
         self._writer = Writer(self._env, state, key_seconds=key_seconds, clock=self._clock, committed=committed)
 
     def submit(self, request: Request) -> Future[Outcome]:
@@ -99,7 +99,7 @@ class LmdbStore(Store):
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         now = self._clock()
         with reading(self._env) as reader:
-            stored = reader.names_in(self._env.buffers, *key_range(self.namespace, prefix, ""))
+            stored = reader.names_in(*key_range(self.namespace, prefix, ""))
             return [name.name for name in islice((each for each in stored if reader.may_live(each, now)), limit)]
 
     def record_bytes(self, names: Sequence[str]) -> int:
@@ -125,28 +125,13 @@ class LmdbStore(Store):
             sent = ((name, push) for name, push in own if push.until > now and not name.startswith(DRAFT))
             return listed(sent, prefix, limit)
 
-    def graph(self, name: str) -> StoredGraph:
-        with reading(self._env) as reader:
-            return known(reader.graph(BufferName(self.namespace, name)), name)
-
-    def graphs(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[StoredGraph]:
-        with reading(self._env) as reader:
-            return [*islice(reader.graphs(*key_range(self.namespace, prefix, after)), limit)]
-
-    def graph_content(self, graph: StoredGraph) -> memoryview:
-        with reading(self._env) as reader:
-            known(reader.graph(BufferName(self.namespace, graph.name)), graph.name, graph.id)
-            try:
-                return reader.values.load_bytes(graph.id, graph.nbytes).data.toreadonly()
-            except BufferCorrupt:
-                raise damaged(graph.name, "model") from None
-
     def generation(self) -> int:
         return self._env.generation()
 
     def size(self) -> tuple[int, int]:
         with reading(self._env) as reader:
-            return reader.entries()["buffers"], reader.bytes_in_use()
+            hidden = reader.counts(HIDDEN).values()
+            return reader.entries()["buffers"] - sum(hidden), reader.bytes_in_use()
 
     def close(self) -> None:
         if self._writer.close():

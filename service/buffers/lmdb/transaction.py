@@ -19,7 +19,7 @@ from service.buffers.lmdb.staging import Staging
 from service.buffers.lmdb.value_writer import ValueWriter
 from service.buffers.names import BufferName
 from service.buffers.pushes import PushName
-from service.buffers.record import Key, Known, Record, Spec, too_many
+from service.buffers.record import Key, Known, Record, Spec
 from service.buffers.room import KEYS_PART, check_keys, store_full
 from service.buffers.sealed import SEAL_BYTES, pack_record
 from service.buffers.staging import free_push
@@ -70,7 +70,7 @@ class LmdbTransaction(Staging):
         return record
 
     def names(self, namespace: str, prefix: str) -> list[str]:
-        names = {name.name for name in self.names_in(self._env.buffers, *key_range(namespace, prefix, ""))}
+        names = {name.name for name in self.names_in(*key_range(namespace, prefix, ""))}
         for full_name, record in self.changed.items():  # by requests before this one
             if full_name.namespace == namespace and full_name.name.startswith(prefix):
                 (names.discard if record is None else names.add)(full_name.name)
@@ -107,12 +107,11 @@ class LmdbTransaction(Staging):
             self.keys.recount()
 
     def count_new(self, name: BufferName, now: float) -> None:
-        namespace, most, expired = name.namespace, self._state.max_buffers, True
-        while (count := self._count(namespace)) >= most and expired:
-            expired = self.remove_expired(now, MOST_EXPIRED, namespace)
-        if count >= most:
-            raise too_many(count, most)
-        self._counts[namespace] = count + 1
+        namespace = name.namespace
+        while (refusal := self._state.most.refusal(name, self._count(namespace))) is not None:
+            if not self.remove_expired(now, MOST_EXPIRED, namespace):
+                raise refusal
+        self._counts[namespace] = self._count(namespace) + 1
 
     def _count(self, namespace: str) -> int:
         if namespace in self._counts:

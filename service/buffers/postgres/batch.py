@@ -20,7 +20,7 @@ from psycopg.errors import DiskFull
 
 from service.buffers import perform
 from service.buffers.changes import Create
-from service.buffers.names import BufferName
+from service.buffers.names import BufferName, graphs_of
 from service.buffers.packed import digest_of, pack_known
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import statements as sql
@@ -28,7 +28,6 @@ from service.buffers.postgres.changes import Changes, Found, Stored
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.exchange import Connection, ResultRows, columns
 from service.buffers.postgres.failures import MovedError, NoStandbyError, is_damage
-from service.buffers.postgres.graphs import ask_graphs, found_graphs, put_graphs
 from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, ask_pushes, found_pushes, put_pushes
 from service.buffers.postgres.schema import FREED_SECONDS
 from service.buffers.restore import Restore
@@ -55,7 +54,8 @@ class Submission:
 
     @property
     def names(self) -> list[BufferName]:
-        return [BufferName(self.namespace, change.name) for change in self.request.changes]
+        graph, names = self.request.graph, [BufferName(self.namespace, one.name) for one in self.request.changes]
+        return names if graph is None else [*names, BufferName(graphs_of(self.namespace), graph.name)]
 
 
 class Batch:
@@ -104,8 +104,8 @@ class Batch:
         wide = [(one.namespace, one.request.wide.prefix) for one in self.submissions if one.request.wide is not None]
         # While a prefix is searched, no other server may create buffers in the namespace.
         creating = {one.namespace for one in self.submissions if any(map(_may_create, one.request.changes))}
-        graphs = [BufferName(one.namespace, one.request.graph.name) for one in self.submissions if one.request.graph]
-        growing = sorted(creating | {namespace for namespace, _ in (*wide, *graphs)})
+        graphs = {graphs_of(one.namespace) for one in self.submissions if one.request.graph is not None}
+        growing = sorted(creating | graphs | {namespace for namespace, _ in wide})
         blobs = [blob for one in self.submissions for blob in one.staged.values()]
         numbers = sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing)
         named, most = columns(names, 2), perform.MAX_CHANGED_BYTES
@@ -117,13 +117,12 @@ class Batch:
                 sql.COUNTS(growing, clock) if growing else None,
                 reading[locks](most, *named, *columns(wide, 2 * bool(wide))),
                 sql.CLAIM(blobs) if blobs else None,
-                *ask_graphs(graphs),
                 STAGED_VALUES([*pushes.values]) if pushes.values else None,
                 sql.TIME(clock),
                 None if locks else sql.COMMIT(),
             ]
         )
-        _, _, _, _, keys, _, counts, rows, self._claimed, heads, graph_counts, staged, ((self.now, standbys),), _ = said
+        _, _, _, _, keys, _, counts, rows, self._claimed, staged, ((self.now, standbys),), _ = said
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
         if not known.keys() <= set(digests):  # the index leads to a digest that has changed on the disk
             raise BufferCorrupt("The stored digest of this Idempotency-Key is damaged on the disk")
@@ -142,8 +141,7 @@ class Batch:
         if any(packed is None for _, _, packed, _ in rows):
             perform.check_records(most + 1)
         records, seqs = _records(names, rows)
-        of_graphs = found_graphs(graphs, heads)
-        return Found(records, known, Counter(dict(counts)), seqs, pushes, of_graphs, Counter(dict(graph_counts)))
+        return Found(records, known, Counter(dict(counts)), seqs, pushes)
 
     def write(self, database: Database, connection: Connection, found: Found) -> None:
         """Write the changes and commit."""
@@ -170,7 +168,6 @@ class Batch:
                     sql.FREE(changes.freed, None, FREED_SECONDS) if changes.freed else None,
                     sql.STAGE(0.0, *columns(unused, 2)) if unused else None,
                     *put_pushes(changes.pushes),
-                    *put_graphs(changes.graphs),
                     sql.REMEMBER(self.now, *columns([*keys, (self._mark, "", b"")], 3)) if changes else None,
                     sql.FORGET_MARKS(*columns(old, 2)) if changes and old else None,
                 ],

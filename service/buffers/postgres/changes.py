@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from service.buffers.graphs import StoredGraph
 from service.buffers.names import BufferName
 from service.buffers.postgres.compactor import Fold
 from service.buffers.postgres.deltas import Delta, Payload
@@ -34,8 +33,6 @@ class Found:
     seqs: dict[int, int]
     """The `seq` of the last delta of each value that grows."""
     of_pushes: FoundPushes
-    graphs: dict[BufferName, StoredGraph | BufferCorrupt | None]
-    graph_counts: Counter[str]
 
 
 @dataclass
@@ -54,13 +51,11 @@ class Changes:
     pushes: dict[PushName, Push | None] = field(default_factory=dict)
     staged_bytes: Counter[str] = field(default_factory=Counter)
     """How many bytes more each namespace has staged."""
-    graphs: dict[BufferName, StoredGraph | None] = field(default_factory=dict)
-    graph_counts: Counter[str] = field(default_factory=Counter)
     added: list[int] = field(default_factory=list)
     """Values of new staged gradients that are part of sums now."""
 
     def __bool__(self) -> bool:
-        return bool(self.records or self.keys or self.pushes or self.graphs)
+        return bool(self.records or self.keys or self.pushes)
 
     def merge(self, others: Changes) -> None:
         """Take over the changes of a request that succeeded."""
@@ -74,7 +69,5 @@ class Changes:
         self.folds += others.folds
         self.pushes |= others.pushes
         self.staged_bytes.update(others.staged_bytes)
-        self.graphs |= others.graphs
-        self.graph_counts.update(others.graph_counts)
         for value in others.added:
             del self.deltas[value]

@@ -12,21 +12,19 @@ from functools import partial
 import numpy as np
 import psycopg
 
-from service.buffers.graphs import StoredGraph
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_known, unpack_push
 from service.buffers.postgres.connections import CONNECT_SECONDS
 from service.buffers.postgres.deltas import Delta, complete, read_numbers, stream, total
 from service.buffers.postgres.exchange import Connection, Execution, Statement
 from service.buffers.postgres.failures import as_operator_error
-from service.buffers.postgres.graphs import ALL_GRAPHS, model_of, unpacked
 from service.buffers.postgres.pushes import ALL_PUSHES, values_of
-from service.buffers.postgres.schema import format_of
+from service.buffers.postgres.schema import format_of, older_graphs
 from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, NO_LIMIT, NOW, SEAL_OF_KEY, VERSION
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
 from service.buffers.sealed import unpack_record
-from service.dtypes import BOOL, Array
+from service.dtypes import Array
 from service.errors import BufferCorrupt, StoreFailed
 
 KEYS_AT_ONCE = 10_000
@@ -93,8 +91,9 @@ class PostgresMoment:
         """The `seq` of the last delta of each running value, as the records have it."""
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
-        for namespace, name, packed, seq in self._connection.ask(ALL_RECORDS(prefix)):
-            full_name = BufferName(namespace, name)
+        found = [(BufferName(*row[:2]), *row[2:]) for row in self._connection.ask(ALL_RECORDS(prefix))]
+        older = ((name, packed, 1) for name, packed in older_graphs(self._connection) if name.joined.startswith(prefix))
+        for full_name, packed, seq in (*found, *older):
             try:
                 record = unpack_record(full_name, packed)
             except BufferCorrupt:
@@ -112,14 +111,6 @@ class PostgresMoment:
         with _operator_errors(), self._connection.transaction(force_rollback=True):
             numbers = total(self._connection, spec, deltas, np.empty)
         yield numbers
-
-    def sound_graphs(self, prefix: str = "") -> Iterator[tuple[BufferName, StoredGraph | None]]:
-        yield from unpacked(self._connection.ask(ALL_GRAPHS(prefix)))
-
-    def model(self, graph: StoredGraph) -> Iterator[Array]:
-        with _operator_errors(), self._connection.transaction(force_rollback=True):
-            content = model_of(self._connection, graph)
-        yield np.frombuffer(content, BOOL)
 
     def faults(self) -> list[str]:
         return []

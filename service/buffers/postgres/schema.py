@@ -17,22 +17,27 @@ A table has the blobs of a block of ids, and is dropped once all of them are fre
 
 A record is sealed as in LMDB: it ends with a checksum, seeded by the name of its buffer (`service/buffers/sealed.py`).
 
-The gradients of a push in parts are deltas, too, of values that no buffer has: see `pushes.py`. So are the models of
-graphs: see `graphs.py`.
+The gradients of a push in parts are deltas, too, of values that no buffer has: see `pushes.py`.
 
-A transaction takes its locks in one order: keys, pushes, namespaces with new buffers or graphs, buffers by name. A
+A transaction takes its locks in one order: keys, pushes, namespaces with new buffers, buffers by name. A
 fold locks one buffer. The janitor locks pushes whose time is over, and waits for none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+
 from psycopg import sql
 
+from service.buffers.graphs import unpack_older
+from service.buffers.names import BufferName, graphs_of
 from service.buffers.packed import FORMAT, check_format
 from service.buffers.postgres.connections import LOCK_SECONDS, Database
-from service.buffers.postgres.exchange import Connection, Statement
-from service.buffers.postgres.statements import BLOB_TABLES, HAS_TABLE, SEAL_OF_KEY, VERSION
-from service.errors import StoreFailed
+from service.buffers.postgres.exchange import Connection, Statement, columns
+from service.buffers.postgres.statements import BLOB_TABLES, HAS_TABLE, PUT, SEAL_OF_KEY, VERSION
+from service.buffers.sealed import pack_record
+from service.errors import BufferCorrupt, StoreFailed
 
 ID_BLOCK = 1000
 """Ids that a server takes at once: one round trip for a thousand values."""
@@ -94,12 +99,6 @@ create table keys (
     seal bytea not null,
     primary key (digest, at)
 ) partition by range (at);
-create table graphs (
-    namespace text collate "C" not null,
-    name text collate "C" not null,
-    record bytea not null,
-    primary key (namespace, name)
-);
 insert into meta values ({FORMAT});
 """
 
@@ -135,6 +134,9 @@ def prepare(database: Database) -> None:
             connection.execute(_TABLES.encode())
         elif found != str(FORMAT):
             connection.execute(_UPGRADE.encode())
+            if graphs := [*older_graphs(connection)]:
+                connection.ask(PUT(*columns([(*name, packed, 1, None, None) for name, packed in graphs], 6)))
+            connection.execute(b"drop table graphs")
         connection.execute(_COUNTS)
 
 
@@ -146,6 +148,17 @@ def format_of(connection: Connection, schema: str) -> str | None:
     check_format(found or "none", f"The PostgreSQL schema {schema!r} (GRADSERVE_POSTGRES_SCHEMA)")
     return found
 
+
+def older_graphs(connection: Connection) -> Iterator[tuple[BufferName, bytes]]:
+    """Yield the graphs that a format before 9 has apart, as the buffers that they are in this format, sealed."""
+    if connection.ask(HAS_TABLE("graphs")) == [(True,)]:
+        for namespace, name, packed in connection.ask(_OLDER_GRAPHS()):
+            with suppress(BufferCorrupt):  # damaged it stays, under its new name
+                packed = pack_record(unpack_older(BufferName(namespace, name), packed))
+            yield BufferName(graphs_of(namespace), name), packed
+
+
+_OLDER_GRAPHS = Statement("select namespace, name, record from graphs order by namespace, name")
 
 PARTITION_SECONDS = 6 * 3600
 """The keys of six hours share a partition, and expire with it."""

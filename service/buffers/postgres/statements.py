@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from service.buffers.names import HIDDEN
 from service.buffers.postgres.exchange import Statement
 from service.buffers.pushes import MAX_STORED_BYTES
 from service.buffers.sealed import SEAL_BYTES
@@ -207,7 +208,7 @@ OUTCOME = Statement(f"""
         and at + $2::double precision > coalesce($3::double precision, extract(epoch from now()))
 """)
 
-COUNT = Statement("select count(*) from buffers")
+COUNT = Statement(f"select count(*) from buffers where not starts_with(namespace, '{HIDDEN}')")
 
 SNAPSHOT = Statement("select pg_current_snapshot()::text")
 """A text that differs once a transaction has been committed."""
@@ -252,7 +253,7 @@ EXPIRED = Statement("""
 USED = Statement(f"""
     select (select {COUNTED_BYTES} from deltas)
          + (select coalesce(sum(pg_total_relation_size(relid)), 0)::bigint from pg_partition_tree('keys'))
-         + pg_total_relation_size('buffers') + pg_total_relation_size('pushes') + pg_total_relation_size('graphs')
+         + pg_total_relation_size('buffers') + pg_total_relation_size('pushes')
 """)
 
 KEY_BYTES = Statement("""

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from itertools import groupby, islice
+from itertools import groupby
 from typing import TypeVar
 
 import numpy as np
 
 from service.buffers.epochs import Closed
-from service.buffers.graphs import MAX_GRAPHS, StoredGraph, known, unpack_graph
+from service.buffers.graphs import MAX_GRAPHS
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, unpack_known, unpack_push
 from service.buffers.perform import Outcome, Request
@@ -31,7 +31,6 @@ from service.buffers.postgres.deltas import Delta, Turns, complete, stream, tota
 from service.buffers.postgres.exchange import Connection, Execution, ResultRows
 from service.buffers.postgres.failures import as_operator_error, retried
 from service.buffers.postgres.fence import Fence
-from service.buffers.postgres.graphs import HEADS, HEADS_AT_ONCE, LISTED, model_of, unpacked
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.outage import Outage
 from service.buffers.postgres.pushes import INCOMPLETE
@@ -39,7 +38,7 @@ from service.buffers.postgres.statements import COUNT, MEASURES, NOW, OUTCOME, R
 from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
 from service.buffers.pushes import Push
-from service.buffers.record import Key, Known, Record, Snapshot
+from service.buffers.record import Key, Known, Most, Record, Snapshot
 from service.buffers.sealed import unpack_record
 from service.buffers.store import (
     KEY_SECONDS,
@@ -130,8 +129,7 @@ class PostgresStore(Store):
             committed=committed,
             changed=self._watcher.tell,
             janitor=self._janitor,
-            max_buffers=max_buffers,
-            max_graphs=max_graphs,
+            most=Most(max_buffers, max_graphs),
             fold=self._compactor.submit,
             turns=turns,
         )
@@ -204,23 +202,6 @@ class PostgresStore(Store):
 
         return self._read(find)
 
-    def graph(self, name: str) -> StoredGraph:
-        return known(_graph_of(self._ask(HEADS([self.namespace], [name]), fenced=True)), name)
-
-    def graphs(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[StoredGraph]:
-        def find(connection: Connection) -> list[StoredGraph]:
-            rows = connection.fetched(LISTED(self.namespace, prefix, after), HEADS_AT_ONCE)
-            return [*islice((graph for _, graph in unpacked(rows) if graph is not None), limit)]
-
-        return self._read(find)
-
-    def graph_content(self, graph: StoredGraph) -> memoryview:
-        def find(connection: Connection) -> memoryview:
-            (rows,) = connection.exchange([HEADS([self.namespace], [graph.name])])
-            return model_of(connection, known(_graph_of(rows), graph.name, graph.id))
-
-        return self._read(find)
-
     def generation(self) -> int:
         return self._watcher.generation
 
@@ -283,11 +264,6 @@ def _alive(names: Sequence[str], rows: ResultRows) -> dict[str, Stored]:
     for name in names:
         alive(found[name].record if name in found else None, name, now)
     return found
-
-
-def _graph_of(rows: ResultRows) -> StoredGraph | None:
-    """Return the graph of a row, if there is one. Raises `GraphCorrupt`."""
-    return unpack_graph(BufferName(*rows[0][:2]), rows[0][2]) if rows else None
 
 
 def _readable(rows: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, Push]]:

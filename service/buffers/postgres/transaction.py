@@ -12,7 +12,6 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from service.buffers.gradients import Dense, Gradient, add_whole
-from service.buffers.graphs import StoredGraph, check_count
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, unpack_known
 from service.buffers.postgres.blobs import Blobs
@@ -23,7 +22,7 @@ from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.schema import ROW_BYTES
 from service.buffers.pushes import Place, Push, PushName
-from service.buffers.record import Key, Known, Record, Spec, too_many
+from service.buffers.record import Key, Known, Most, Record, Spec
 from service.buffers.store import Allocate
 from service.dtypes import Array
 from service.errors import BufferCorrupt
@@ -50,14 +49,13 @@ class PostgresTransaction:
         next_id: Callable[[], int],
         blobs: Blobs,
         allocate: Allocate,
-        max_buffers: int,
-        max_graphs: int,
+        most: Most,
         now: float,
         janitor: Janitor,
     ) -> None:
         self._connection, self._found, self._earlier, self._staged = connection, found, earlier, staged
-        self.new_id, self._blobs, self._allocate, self._max_buffers = next_id, blobs, allocate, max_buffers
-        self.changes, self._now, self._janitor, self._max_graphs = Changes(), now, janitor, max_graphs
+        self.new_id, self._blobs, self._allocate, self._most = next_id, blobs, allocate, most
+        self.changes, self._now, self._janitor = Changes(), now, janitor
 
     def _stored(self, name: BufferName) -> Stored | None:
         return _latest(name, self.changes.records, self._earlier.records, self._found.records)
@@ -74,8 +72,8 @@ class PostgresTransaction:
     def count_new(self, name: BufferName, now: float) -> None:
         own = name.namespace
         count = self._found.counts[own] + self._earlier.counts[own] + self.changes.counts[own]
-        if count >= self._max_buffers:
-            raise too_many(count, self._max_buffers)
+        if (refusal := self._most.refusal(name, count)) is not None:
+            raise refusal
         self.changes.counts[own] += 1
 
     def put(self, record: Record) -> None:
@@ -220,16 +218,6 @@ class PostgresTransaction:
 
     def free_staged(self, place: Place) -> None:
         self.free(place[0])
-
-    def graph(self, name: BufferName) -> StoredGraph | None:
-        return _latest(name, self.changes.graphs, self._earlier.graphs, self._found.graphs)
-
-    def admit_graph(self, namespace: str) -> None:
-        check_count(self._found.graph_counts[namespace] + self._earlier.graph_counts[namespace], self._max_graphs)
-
-    def put_graph(self, name: BufferName, graph: StoredGraph | None) -> None:
-        self.changes.graph_counts[name.namespace] += -1 if graph is None else 1
-        self.changes.graphs[name] = graph
 
     def store_bytes(self, content: Array) -> int:
         value = self.new_id()

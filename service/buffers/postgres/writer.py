@@ -35,6 +35,7 @@ from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.schema import ROW_BYTES, make_partitions
 from service.buffers.postgres.statements import MOST_DUE, STAGE
 from service.buffers.postgres.transaction import PostgresTransaction, Trial, WritesError
+from service.buffers.record import Most
 from service.buffers.restore import Restore
 from service.buffers.store import Allocate, Committed, after_commit, settle, without_traceback
 from service.engine.pool import Pool
@@ -72,15 +73,13 @@ class Writer:
         committed: Committed,
         changed: Callable[[], None],
         janitor: Janitor,
-        max_buffers: int,
-        max_graphs: int,
+        most: Most,
         fold: Callable[[Fold], None],
         turns: Turns,
     ) -> None:
         self._database, self._next_id, self._allocate, self._key_seconds = database, next_id, allocate, key_seconds
-        self._committed, self._changed, self._janitor, self._max_buffers = committed, changed, janitor, max_buffers
+        self._committed, self._changed, self._janitor, self._most = committed, changed, janitor, most
         self._fold, self._turns, self._blobs, self._deadlines = fold, turns, blobs, Deadlines(database)
-        self._max_graphs = max_graphs
         self._connection: Connection | None = None
         self._marks: list[tuple[bytes, float]] = []
         self._stagers = Pool(STAGING_THREADS)
@@ -285,8 +284,7 @@ class Writer:
             self._next_id,
             self._blobs,
             self._allocate,
-            self._max_buffers,
-            self._max_graphs,
+            self._most,
             batch.now,
             self._janitor,
         )
