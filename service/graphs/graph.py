@@ -6,7 +6,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -15,8 +15,9 @@ from annotated_types import Ge, Lt
 from service.dtypes import INT64, NAMES, Array, Kind
 from service.errors import DtypeMismatch, InvalidGraph, MissingTensor, ShapeMismatch, shown
 from service.graphs.forward import training_of
-from service.graphs.model import DEFAULT_LIMITS, GraphLimits, Value, read
+from service.graphs.model import DEFAULT_LIMITS, GraphLimits, Value, name_of, read
 from service.graphs.nodes import SEED
+from service.graphs.nodes.shapes import contiguous
 from service.graphs.plan import Node, Plan
 from service.graphs.training import Program, program_of
 from service.kernels import Attribute, Operator, Tensor
@@ -24,8 +25,11 @@ from service.kernels import Attribute, Operator, Tensor
 STEP_BYTES = 1 << 11
 """Bytes of memory for a step, with its place in plans."""
 
-MAX_PLANS = 16
+MAX_PLANS = 4
 """Plans of a graph that are kept: one for each choice of outputs."""
+
+MAX_CHECKED = 16
+"""Outputs of a graph, at most, whose inputs are compared: each takes a plan."""
 
 MAX_MEMBER_CHARACTERS = 100
 """Characters of a tensor's name in a group. A buffer's name has it behind a prefix."""
@@ -46,7 +50,7 @@ class Graph:
     """A program that a client brought. A request may replace the tensors that the model has itself."""
 
     def __init__(self, kind: str, program: Program, nodes: Sequence[Node]) -> None:
-        self.kind, self._program, self._nodes = kind, program, nodes
+        self.kind, self._program = kind, program
         self._plans: dict[tuple[str, ...], Plan] = {}
         running = [Value(name, program.initial[name].dtype, program.initial[name].shape) for name in program.statistics]
         parameters, statistics = _members(program.parameters), _members(running)
@@ -63,6 +67,22 @@ class Graph:
         }
         for groups in (self._inputs, self._outputs):
             _check_apart(groups)
+        ports = [port for ports in self._outputs.values() for port in ports]
+        plan, known = self._plan([port.value.name for port in ports]), {*program.initial, SEED}
+        known |= {port.value.name for ports in self._inputs.values() for port in ports}
+        if missing := plan.inputs - known:
+            raise InvalidGraph(f"nothing computes {shown(min(missing))}, which the outputs need")
+        kinds = Counter(f"{node.domain}.{node.op}" if node.domain else node.op for node in nodes)
+        self._signature = {
+            "kind": kind,
+            "inputs": _described(self._inputs[""]),
+            PARAMETERS: _described(parameters),
+            STATISTICS: _described(statistics),
+            "outputs": _described(self._outputs[""]),
+            GRADIENTS: _described(self._outputs[GRADIENTS]),
+            "nodes": dict(kinds.most_common()),
+        }
+        self._operator = self._declared(f"A graph of {len(nodes)} nodes.", is_random=SEED in plan.inputs)
 
     @classmethod
     def read(
@@ -73,7 +93,7 @@ class Graph:
         program = program_of(model, train) if loss is None else training_of(model, loss, train)
         return cls("training" if program.gradients else "inference", program, model.nodes)
 
-    @cached_property
+    @property
     def initial(self) -> Mapping[str, Array]:
         """The tensors that the model has itself, by the name in a request, like `parameters.fc1.weight`."""
         given = self._program.initial
@@ -88,33 +108,27 @@ class Graph:
 
     def signature(self) -> dict[str, Any]:
         """Return what the graph takes and gives, as JSON: a length or a shape that is open is null."""
-        nodes = Counter(f"{node.domain}.{node.op}" if node.domain else node.op for node in self._nodes)
-        return {
-            "kind": self.kind,
-            "inputs": _described(self._inputs[""]),
-            PARAMETERS: _described(self._inputs[PARAMETERS]),
-            STATISTICS: _described(self._inputs[STATISTICS]),
-            "outputs": _described(self._outputs[""]),
-            GRADIENTS: _described(self._outputs[GRADIENTS]),
-            "nodes": dict(nodes.most_common()),
-        }
+        return self._signature
 
     def operator(self, name: str) -> Operator:
         """Return the graph as an operator. It raises what its nodes raise.
 
         An input that all outputs need is required. With many outputs, only a run finds that an input is missing.
         """
-        outputs = self._outputs[""] if len(self._outputs[""]) <= MAX_PLANS else []
-        every = [self._plan([port.value.name]).inputs for port in outputs]
+        return replace(self._operator, name=name)
+
+    def _declared(self, formula: str, *, is_random: bool) -> Operator:
+        outputs = self._outputs[""] if len(self._outputs[""]) <= MAX_CHECKED else []
+        every = [Plan(self._program.steps, {}, [port.value.name]).inputs for port in outputs]
         needed = frozenset.intersection(*every) if every else frozenset()
         return Operator(
-            name=name,
+            name="",
             family="Graphs",
             kernel=self._run,
             inputs=tuple(_tensors(self._inputs, needed - self._program.initial.keys())),
             outputs=tuple(_tensors(self._outputs, ())),
-            attributes=(Attribute("seed", Seed | None, None, "seed"),) if self._is_random else (),
-            formula=f"A graph of {len(self._nodes)} nodes.",
+            attributes=(Attribute("seed", Seed | None, None, "seed"),) if is_random else (),
+            formula=formula,
             description="",
             example={},
             example_attributes={},
@@ -122,10 +136,6 @@ class Graph:
             multiply_adds=lambda *_, **__: 0,
             sparse=None,
         )
-
-    @cached_property
-    def _is_random(self) -> bool:
-        return SEED in self._plan([port.value.name for ports in self._outputs.values() for port in ports]).inputs
 
     def _plan(self, outputs: Sequence[str]) -> Plan:
         """Return the plan that computes these tensors of the model."""
@@ -222,7 +232,7 @@ def _tensors(groups: Mapping[str, Sequence[Port]], needed: Collection[str]) -> I
 
 def _described(ports: Iterable[Port]) -> dict[str, Any]:
     return {
-        name: {"dtype": NAMES[value.dtype], "shape": None if value.shape is None else [*value.shape]}
+        name: {"dtype": name_of(name, value.dtype), "shape": None if value.shape is None else [*value.shape]}
         for name, value in ports
     }
 
@@ -246,4 +256,4 @@ def _finished(name: str, result: Any) -> Array:
         raise DtypeMismatch(
             f"the output {shown(name)} is {array.dtype}, but must be one of {', '.join(NAMES.values())}"
         )
-    return np.ascontiguousarray(array).reshape(array.shape)
+    return contiguous(array)

@@ -15,7 +15,7 @@ from service.graphs.nodes import NODES
 from service.graphs.nodes.table import dtype_of
 from service.graphs.plan import Node
 from service.graphs.protobuf import Budget, Message, numbered
-from service.graphs.tensors import ATTRIBUTE, TENSOR, array_of, attribute_of, with_defaults
+from service.graphs.tensors import ATTRIBUTE, TENSOR, array_of, attribute_of, kind_of, with_defaults
 
 OPSETS = range(13, 24)
 """The versions of ONNX's own operators that a model may import."""
@@ -86,11 +86,16 @@ def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
     _check_served(nodes)
     initializers = _initializers(graph, limits)
     constants = _constants(nodes)
+    inputs = [_value(one) for one in graph.messages("input", _VALUE) if one.text("name") not in initializers]
+    dtypes = {name: one.dtype for name, one in (initializers | constants).items()} | {
+        one.name: one.dtype for one in inputs
+    }
+    checked = [with_defaults(node, dtypes) for node in nodes if node.op != "Constant"]
     model = Model(
-        inputs=tuple(_value(one) for one in graph.messages("input", _VALUE) if one.text("name") not in initializers),
+        inputs=tuple(inputs),
         initializers=initializers,
         constants=constants,
-        nodes=tuple(with_defaults(node) for node in nodes if node.op != "Constant"),
+        nodes=tuple(one for one in checked if one.outputs),
         outputs=tuple(_value(one) for one in graph.messages("output", _VALUE)),
     )
     _check_names(model)
@@ -157,15 +162,20 @@ def _value(message: Message) -> Value:
             f"{shown(name)} is an input or output, but no tensor: sequences, maps and others are not read"
         )
     dtype = dtype_of(kinds[-1].int("elem_type"))
-    if dtype not in NAMES:
-        raise InvalidGraph(
-            f"{shown(name)} is {dtype}, but inputs and outputs must be one of {', '.join(NAMES.values())}"
-        )
+    name_of(name, dtype)
     if "shape" not in kinds[-1]:
         return Value(name, dtype, None)
     dimensions = kinds[-1].messages("shape", _SHAPE)[-1].messages("dim", _DIMENSION)
     lengths = (one.int("dim_value", -1) for one in dimensions)
     return Value(name, dtype, tuple(length if length >= 0 else None for length in lengths))
+
+
+def name_of(name: str, dtype: DType) -> str:
+    """Return the name of a tensor's dtype. Raises `InvalidGraph` if no request can have it."""
+    if dtype not in NAMES:
+        known = ", ".join(NAMES.values())
+        raise InvalidGraph(f"{shown(name)} is {dtype}, but inputs and outputs must be one of {known}")
+    return NAMES[dtype]
 
 
 def _is_served(domain: str, op: str) -> bool:
@@ -194,7 +204,7 @@ def _constants(nodes: Iterable[Node]) -> dict[str, Array]:
 def _constant(node: Node) -> Array:
     """Return the value of a node that is a constant."""
     value = next(iter(node.attributes.values()), None)
-    if len(node.attributes) != 1 or len(node.outputs) != 1 or isinstance(value, str) or value is None:
+    if len(node.attributes) != 1 or len(node.outputs) != 1 or "STRING" in kind_of(value):
         raise InvalidGraph(f"{node.label} must have one attribute, which is a number or a tensor, and one output")
     if isinstance(value, np.ndarray):
         return value
@@ -207,8 +217,8 @@ def _check_names(model: Model) -> None:
 
     def add(names: Iterable[str], label: str) -> None:
         for name in names:
-            if name in known or name.startswith("~"):
-                fault = "begins with a tilde" if name.startswith("~") else "stands for two tensors"
+            if not name or name in known or name.startswith("~"):
+                fault = "stands for two tensors" if name in known else "is empty" if not name else "begins with a tilde"
                 raise InvalidGraph(f"the name {shown(name)}, an output of {label}, {fault}")
             known.add(name)
 

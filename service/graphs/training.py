@@ -12,6 +12,7 @@ from service.dtypes import Array
 from service.errors import InvalidGraph
 from service.graphs.model import Model, Value
 from service.graphs.nodes import step_of
+from service.graphs.nodes.kernels import POOLS
 from service.graphs.plan import Node, Step
 from service.graphs.weights import parameters_of, value_of
 
@@ -20,9 +21,6 @@ ACCUMULATE = "com.microsoft", "InPlaceAccumulatorV2"
 
 STATISTICS = {"BatchNormInternal", "BatchNormalization"}
 """The operators whose inputs 3 and 4 are running statistics, which outputs 1 and 2 replace in training."""
-
-POOLS = {"AveragePoolGrad", "MaxPoolGrad"}
-"""The operators whose result has the shape of a tensor that the node does not read."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,10 @@ def program_of(model: Model, train: str | None = None) -> Program:
     """Return the program of a model that has its gradients, or none, with these parameters. Raises `InvalidGraph`."""
     adds = [node for node in model.nodes if (node.domain, node.op) == ACCUMULATE]
     for node in adds:
-        if len(node.inputs) < 2 or not node.outputs or "" in (*node.inputs[:2], node.outputs[0]):
-            raise InvalidGraph(f"{node.label} must have a buffer, a gradient, and an output")
+        if not node.outputs[0]:
+            raise InvalidGraph(f"{node.label} must have its first output")
     gradients = {_parameter(node): node.inputs[1] for node in adds}
-    flags, buffers = {node.outputs[0] for node in adds}, {node.inputs[0] for node in adds}
+    flags, buffers = {name for node in adds for name in node.outputs}, {node.inputs[0] for node in adds}
     resets = {name for node in adds for name in node.inputs[2:]}
     nodes = [node for node in model.nodes if (node.domain, node.op) != ACCUMULATE]
     read = {name for node in nodes for name in node.inputs}
