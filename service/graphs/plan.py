@@ -14,6 +14,9 @@ from service.dtypes import Array, DType
 from service.errors import GradserveError, Invalid, TensorTooLarge, shown
 from service.kernels import Workspace, current_workspace, workspace
 
+UNCOUNTED_BYTES = 1 << 16
+"""A workspace may not count a claim of so few bytes, so smaller ones wait for others."""
+
 
 @dataclass(frozen=True)
 class Node:
@@ -71,16 +74,16 @@ class Plan:
     def run(self, tensors: Mapping[str, Array]) -> dict[str, Any]:
         """Return the outputs by name. `tensors` has all `inputs`; others are ignored. Raises what a step raises."""
         values: dict[str, Any] = {**self.constants, **{name: tensors[name] for name in self.inputs}}
-        with metered() as meter, np.errstate(all="ignore"):
+        with metered(values.values()) as meter, np.errstate(all="ignore"):
             for step, dying in self.steps:
                 meter.catch_up()
                 results = _run(step, [values[name] if name else None for name in step.inputs])
-                made = {name: result for name, result in zip(step.outputs, results, strict=False) if name}
-                values.update(made)
-                meter.settle(sum(map(_bytes, made.values())))
+                for name, result in zip(step.outputs, results, strict=False):
+                    if name:
+                        values[name] = result
+                        meter.add(result)
                 for name in dying:
-                    value = values.pop(name)
-                    meter.settle(0 if name in self.inputs else -_bytes(value))
+                    meter.drop(values.pop(name))
         return {name: values[name] for name in self.outputs}
 
 
@@ -112,34 +115,60 @@ def _described(value: Any) -> str:
     return f"{value.dtype} {[*value.shape]}" if isinstance(value, np.ndarray) else shown(value)
 
 
-def _bytes(value: Any) -> int:
-    return getattr(value, "nbytes", 0)
+def _owner(value: Any) -> Any:
+    """Return the array that owns the value's memory, and keeps all of it: itself, unless it is a view."""
+    while isinstance(base := getattr(value, "base", None), np.ndarray):
+        value = base
+    return value
 
 
 class Meter:
-    """The bytes that a run holds. It claims its peak of the workspace: what dies makes room for what comes."""
+    """The bytes that a run holds. It claims its peak of the workspace: what dies makes room for what comes.
 
-    def __init__(self, space: Workspace) -> None:
+    A view holds all memory of its owner, which counts once, and until the last of its views dies. What owns the memory
+    of the tensors that are `given` is not the run's.
+    """
+
+    def __init__(self, space: Workspace, given: Iterable[Any]) -> None:
         self._space, self._held, self._growing, self._claimed = space, 0, 0, 0
+        self._views = dict.fromkeys(map(id, map(_owner, given)), 1 << 62)
+        """How many tensors are in the memory of each owner: in what is given, more than can die."""
 
     def grow(self, size: int) -> None:
         """Count memory that a step is about to allocate. Raises what the workspace raises."""
         more = 0
         if size:  # other threads call this with 0, to learn whether anybody waits for the outputs
             self._growing += size
-            more = max(0, self._held + self._growing - self._claimed)
-            self._claimed += more
-        self._space.claim(more)
+            more = self._held + self._growing - self._claimed
+        self._claim(more)
 
     def catch_up(self) -> None:
-        """Claim what steps have left without a claim. Raises what the workspace raises."""
-        more = max(0, self._held - self._claimed)
+        """Claim what steps have left, in place of what they have allocated. Raises what the workspace raises."""
+        self._growing = 0
+        self._claim(self._held - self._claimed)
+
+    def _claim(self, more: int) -> None:
+        if more <= UNCOUNTED_BYTES:
+            more = 0
         self._claimed += more
         self._space.claim(more)
 
-    def settle(self, size: int) -> None:
-        """Count the tensors that a step leaves, in place of what it has allocated; or, below 0, one that dies."""
-        self._held, self._growing = self._held + size, 0
+    def add(self, value: Any) -> None:
+        """Count a tensor that a step leaves."""
+        owner = _owner(value)
+        if (key := id(owner)) in self._views:
+            self._views[key] += 1
+        else:
+            self._views[key] = 1
+            self._held += getattr(owner, "nbytes", 0)
+
+    def drop(self, value: Any) -> None:
+        """Count a tensor no more."""
+        owner = _owner(value)
+        self._views[key := id(owner)] -= 1
+        if not self._views[key]:
+            del self._views[key]
+            self._held -= getattr(owner, "nbytes", 0)
 
     def allocate(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """Return uninitialised memory, counted."""
@@ -151,9 +180,9 @@ class Meter:
 
 
 @contextmanager
-def metered() -> Iterator[Meter]:
-    """Let the kernels and the steps inside claim together what they hold at their peak."""
+def metered(given: Iterable[Any]) -> Iterator[Meter]:
+    """Let the kernels and the steps inside claim together what they hold at their peak, beside what is given."""
     space = current_workspace()
-    meter = Meter(space)
+    meter = Meter(space, given)
     with workspace(replace(space, allocate=meter.allocate, spare=meter.allocate, claim=meter.grow)):
         yield meter
