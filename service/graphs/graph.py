@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from sys import getrefcount, getsizeof
+from types import CodeType, FunctionType, ModuleType
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -18,18 +21,12 @@ from service.graphs.forward import training_of
 from service.graphs.model import DEFAULT_LIMITS, GraphLimits, Value, name_of, read
 from service.graphs.nodes import SEED
 from service.graphs.nodes.shapes import contiguous
-from service.graphs.plan import Node, Plan
+from service.graphs.plan import Node, Plan, paced
 from service.graphs.training import Program, program_of
-from service.kernels import Attribute, Operator, Tensor
-
-STEP_BYTES = 1 << 11
-"""Bytes of memory for a step, with its place in plans."""
+from service.kernels import OPERATORS, Attribute, Operator, Tensor
 
 MAX_PLANS = 4
 """Plans of a graph that are kept: one for each choice of outputs."""
-
-MAX_CHECKED = 16
-"""Outputs of a graph, at most, whose inputs are compared: each takes a plan."""
 
 MAX_MEMBER_CHARACTERS = 100
 """Characters of a tensor's name in a group. A buffer's name has it behind a prefix."""
@@ -83,6 +80,8 @@ class Graph:
             "nodes": dict(kinds.most_common()),
         }
         self._operator = self._declared(f"A graph of {len(nodes)} nodes.", is_random=SEED in plan.inputs)
+        self.nbytes = sum(map(getsizeof, paced(_held(self))))
+        """The bytes of memory that the graph holds, when it has one plan."""
 
     @classmethod
     def read(
@@ -100,12 +99,6 @@ class Graph:
         ports = [(group, port) for group in (PARAMETERS, STATISTICS) for port in self._inputs[group]]
         return {f"{group}.{name}": given[value.name] for group, (name, value) in ports if value.name in given}
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the tensors that the model has, and of the steps."""
-        tensors = [*self._program.initial.values(), *self._program.constants.values()]
-        return sum(getattr(one, "nbytes", 0) for one in tensors) + STEP_BYTES * len(self._program.steps)
-
     def signature(self) -> dict[str, Any]:
         """Return what the graph takes and gives, as JSON: a length or a shape that is open is null."""
         return self._signature
@@ -118,7 +111,7 @@ class Graph:
         return replace(self._operator, name=name)
 
     def _declared(self, formula: str, *, is_random: bool) -> Operator:
-        outputs = self._outputs[""] if len(self._outputs[""]) <= MAX_CHECKED else []
+        outputs = self._outputs[""] if len(self._outputs[""]) <= MAX_PLANS else []
         every = [Plan(self._program.steps, {}, [port.value.name]).inputs for port in outputs]
         needed = frozenset.intersection(*every) if every else frozenset()
         return Operator(
@@ -183,14 +176,29 @@ class Graph:
         return found
 
 
+def _held(graph: Graph) -> Iterator[object]:
+    """Yield all that a graph holds, once, but for what all graphs share."""
+    seen, left = {*map(id, OPERATORS.values())}, list[Any]([graph])
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, ModuleType | CodeType | type):
+            continue
+        if getrefcount(one) > 3:  # more than `one`, the argument and an owner
+            seen.add(id(one))
+        yield one
+        parts = one.__closure__ if isinstance(one, FunctionType) else one
+        left += [one.base] if isinstance(one, np.ndarray) else gc.get_referents(parts)
+
+
 def _members(values: Iterable[Value]) -> list[Port]:
     """Return the tensors as members of a group. Their names are as buffers may have them."""
     names, numbers = dict[str, Value](), Counter[str]()
-    for value in values:
-        name = clean = re.sub(r"[^A-Za-z0-9._:-]", "_", value.name)[-MAX_MEMBER_CHARACTERS:] or "_"
+    for value in paced(values):
+        name = re.sub(r"[^A-Za-z0-9._:-]", "_", value.name)[-MAX_MEMBER_CHARACTERS:] or "_"
+        clean = name[: MAX_MEMBER_CHARACTERS - 8]
         while name in names:
             numbers[clean] += 1
-            name = f"{clean[: MAX_MEMBER_CHARACTERS - 8]}_{numbers[clean] + 1}"
+            name = f"{clean}_{numbers[clean] + 1}"
         names[name] = value
     return [Port(*pair) for pair in names.items()]
 
@@ -222,7 +230,7 @@ def _tensors(groups: Mapping[str, Sequence[Port]], needed: Collection[str]) -> I
         if group and ports:
             dtypes = tuple(dict.fromkeys(NAMES[port.value.dtype] for port in ports))
             kind = Kind(" or ".join(dtypes), dtypes, dtypes[0])
-            yield Tensor(group, kind, None, optional, 1, True, None, tuple(port.name for port in ports))
+            yield Tensor(group, kind, None, optional, 1, True, None, dict.fromkeys(port.name for port in ports))
             continue
         for port in ports:
             dtype, shape = NAMES[port.value.dtype], port.value.shape

@@ -13,7 +13,7 @@ from service.errors import InvalidGraph, shown
 from service.graphs.functions import Function, inlined
 from service.graphs.nodes import NODES
 from service.graphs.nodes.table import dtype_of
-from service.graphs.plan import Node
+from service.graphs.plan import Node, paced
 from service.graphs.protobuf import Budget, Message, numbered
 from service.graphs.tensors import ATTRIBUTE, TENSOR, array_of, attribute_of, kind_of, with_defaults
 
@@ -66,11 +66,14 @@ class Model:
     nodes: tuple[Node, ...]
     """The others, each behind those whose outputs it reads. Attributes that are left out have their defaults."""
     outputs: tuple[Value, ...]
+    budget: Budget
+    """What is left of that of the file."""
 
 
 def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
     """Return the model in a file's bytes. Raises `InvalidGraph`, which lists all operators that are not served."""
-    file = Message(memoryview(content).cast("B"), _FILE, Budget())
+    budget = Budget()
+    file = Message(memoryview(content).cast("B"), _FILE, budget)
     if "graph" not in file:
         raise InvalidGraph("the file is no ONNX model, or it is damaged: it has no graph")
     graph = file.messages("graph", _GRAPH)[-1]
@@ -82,7 +85,7 @@ def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
     functions = file.messages("functions", _FUNCTION)
     called = {(_domain(one), one.text("name")) for one in functions}
     bodies = {(_domain(one), one.text("name")): _function(one, called) for one in functions}
-    nodes = inlined(_nodes(graph, _opsets(file), called), bodies, limits.max_nodes)
+    nodes = inlined(_nodes(graph, _opsets(file), called), bodies, limits.max_nodes, budget)
     _check_served(nodes)
     initializers = _initializers(graph, limits)
     constants = _constants(nodes)
@@ -90,13 +93,14 @@ def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
     dtypes = {name: one.dtype for name, one in (initializers | constants).items()} | {
         one.name: one.dtype for one in inputs
     }
-    checked = [with_defaults(node, dtypes) for node in nodes if node.op != "Constant"]
+    checked = [with_defaults(node, dtypes) for node in paced(nodes) if node.op != "Constant"]
     model = Model(
         inputs=tuple(inputs),
         initializers=initializers,
         constants=constants,
         nodes=tuple(one for one in checked if one.outputs),
         outputs=tuple(_value(one) for one in graph.messages("output", _VALUE)),
+        budget=budget,
     )
     _check_names(model)
     return model
@@ -225,7 +229,7 @@ def _check_names(model: Model) -> None:
     add(model.initializers, "the file")
     add((one.name for one in model.inputs), "the caller")
     add(model.constants, "a constant")
-    for node in model.nodes:
+    for node in paced(model.nodes):
         for name in node.inputs:
             if name and name not in known:
                 raise InvalidGraph(f"{node.label} reads {shown(name)}, which no node before it computes")

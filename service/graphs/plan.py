@@ -6,19 +6,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from service.dtypes import Array, DType
 from service.errors import GradserveError, Invalid, TensorTooLarge, shown
-from service.kernels import Workspace, current_workspace, workspace
+from service.kernels import Workspace, claim, current_workspace, workspace
 
 UNCOUNTED_BYTES = 1 << 16
 """A workspace may not count a claim of so few bytes, so smaller ones wait for others."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Node:
     """A node of a model. An input that is left out is "", and so is an output that nobody reads."""
 
@@ -52,13 +52,27 @@ class Step(NamedTuple):
     """The node, for errors."""
 
 
+NODE_BYTES, STEP_BYTES = 1 << 10, 1 << 8
+"""Bytes of memory for what a node becomes, and for a step's place in a plan."""
+
+T = TypeVar("T")
+
+
+def paced(items: Iterable[T], size: int = 0) -> Iterator[T]:
+    """Yield the items. Now and then claim `size` bytes for each, and so learn whether anybody waits for the result."""
+    for number, item in enumerate(items, 1):
+        if number % 512 == 0:  # a second would be too long, and 64 KB too few to be counted
+            claim(512 * size)
+        yield item
+
+
 class Plan:
     """The steps that the `outputs` need, in order. `constants` are tensors that every run has."""
 
     def __init__(self, steps: Iterable[Step], constants: Mapping[str, Any], outputs: Sequence[str]) -> None:
         self.outputs = tuple(outputs)
         needed, kept = set(outputs), list[tuple[Step, list[str]]]()
-        for step in reversed([*steps]):
+        for step in paced(reversed([*steps]), STEP_BYTES):
             if needed.isdisjoint(step.outputs):
                 continue
             # What no later step reads dies here: the inputs that are read last, and the outputs that nobody wants.
@@ -125,8 +139,7 @@ def _owner(value: Any) -> Any:
 class Meter:
     """The bytes that a run holds. It claims its peak of the workspace: what dies makes room for what comes.
 
-    A view holds all memory of its owner, which counts once, and until the last of its views dies. What owns the memory
-    of the tensors that are `given` is not the run's.
+    A view holds all memory of its owner, which counts once, until the last of its views dies; never if it is `given`.
     """
 
     def __init__(self, space: Workspace, given: Iterable[Any]) -> None:

@@ -14,11 +14,11 @@ import numpy as np
 from service.dtypes import BFLOAT16, BOOL, FLOAT16, FLOAT32, FLOAT64, INT64, Array, DType
 from service.errors import DtypeMismatch, InvalidGraph, shown
 from service.graphs.functions import Reference
-from service.graphs.nodes.kernels import POOLS, declared_of
+from service.graphs.nodes.kernels import POOLS
 from service.graphs.nodes.table import dtype_of
-from service.graphs.plan import Node
+from service.graphs.plan import Node, paced
 from service.graphs.protobuf import Budget, Message, numbered
-from service.kernels import OPERATORS, check_dtypes, claim
+from service.kernels import OPERATORS, check_dtypes
 from service.limits import MAX_RANK
 
 ATTRIBUTE = numbered("1:name 2:f 3:i 4:s 5:t 7:floats 8:ints 9:strings 20:type 21:reference")
@@ -26,6 +26,9 @@ TENSOR = numbered(
     "1:dims 2:data_type 4:float_data 5:int32_data 7:int64_data 8:name 9:raw_data 10:double_data 11:uint64_data"
     " 13:external_data 14:data_location"
 )
+ITEM_BYTES = 40
+"""What a number takes in a list."""
+
 _KINDS = numbered("1:f 2:i 3:s 4:t 6:floats 7:ints 8:strings")
 """The field of an attribute's value, by its type."""
 
@@ -47,7 +50,7 @@ def array_of(message: Message, label: str) -> Array:
     if array.size != math.prod(shape) * dtype.itemsize or math.prod(max(one, 1) for one in shape) >= 1 << 59:
         problem = f"{label}, {dtype} of shape {shown(list(shape))}, has {array.size} bytes of data"
         raise InvalidGraph(f"{problem}, but must have {math.prod(shape) * dtype.itemsize}")
-    claim(array.size)
+    message.budget.take(array.size, 0)
     array = array.copy().view(dtype) if dtype != BOOL else array != 0
     array.flags.writeable = False
     return array.reshape(shape)
@@ -81,7 +84,7 @@ def attribute_of(message: Message, label: str) -> Any:
         case "floats":
             return _floats(message, "floats")
         case "ints":
-            return message.ints("ints").tolist()
+            return _listed(message, message.ints("ints")).tolist()
         case "strings":
             return message.texts("strings")
     name = shown(message.text("name"))
@@ -90,7 +93,13 @@ def attribute_of(message: Message, label: str) -> Any:
 
 def _floats(message: Message, name: str) -> list[float]:
     """Return the shortest decimals that are the same float32: the numbers that the author wrote, in every dtype."""
-    return [float(str(number)) for number in message.floats(name)]
+    return [float(str(number)) for number in paced(_listed(message, message.floats(name)))]
+
+
+def _listed(message: Message, numbers: Array) -> Array:
+    """Return the numbers, when there is memory for a list of them."""
+    message.budget.take(ITEM_BYTES * numbers.size, 0)
+    return numbers
 
 
 def with_defaults(node: Node, dtypes: Mapping[str, DType] = {}) -> Node:
@@ -99,18 +108,17 @@ def with_defaults(node: Node, dtypes: Mapping[str, DType] = {}) -> Node:
     Raises `InvalidGraph` if it is not as ONNX says or, for what ONNX does not know, as our operators are declared.
     """
     declared = (None if node.domain else _declared(node.op, node.version)) or _ours(node.op)
-    if len(node.inputs) > declared.most_inputs or not all(
-        one < len(node.inputs) and node.inputs[one] for one in declared.needed
-    ):
+    given = [k for k, name in enumerate(node.inputs) if name]
+    if len(node.inputs) > declared.most_inputs or not {*declared.needed}.issubset(given):
         expected = f"{len(declared.needed)} to {declared.most_inputs}"
         raise InvalidGraph(f"{node.label} has {len(node.inputs)} inputs, but must have {expected}")
     if not declared.least_outputs <= len(node.outputs) <= declared.most_outputs:
         expected = f"{declared.least_outputs} to {declared.most_outputs}"
         raise InvalidGraph(f"{node.label} has {len(node.outputs)} outputs, but must have {expected}")
     if declared.kinds is None:  # the kernel checks its attributes
-        pairs = declared_of(OPERATORS[node.op], node.inputs) if node.op in OPERATORS else ()
+        pairs = zip(OPERATORS[node.op].inputs if node.op in OPERATORS else (), node.inputs, strict=False)
         try:
-            check_dtypes((name, one, dtypes[tensor]) for name, one, tensor in pairs if tensor in dtypes)
+            check_dtypes((one.name, one, dtypes[tensor]) for one, tensor in pairs if tensor in dtypes)
         except DtypeMismatch as error:
             raise InvalidGraph(f"{node.label}: {error.detail}") from None
         return node
@@ -137,20 +145,16 @@ class _Declared(NamedTuple):
     defaults: Mapping[str, Any] = {}
 
 
-_OTHERS = {
-    "BiasGelu": _Declared((0, 1), 2, 1, 1),
-    "FastGelu": _Declared((0,), 2, 1, 1),
-    "Gelu": _Declared((0,), 1, 1, 1),
-    "SimplifiedLayerNormalization": _Declared((0, 1), 2, 1, 2),
-    "Swish": _Declared((0,), 1, 1, 1),
-}
-"""The operators that neither ONNX nor a kernel declares."""
+_OTHERS = {"BiasGelu": (2, 2, 1), "FastGelu": (1, 2, 1), "Gelu": (1, 1, 1), "Swish": (1, 1, 1)}
+_OTHERS["SimplifiedLayerNormalization"] = (2, 2, 2)
+"""The least and the most inputs, and the most outputs, of operators that neither ONNX nor a kernel declares."""
 
 
 def _ours(op: str) -> _Declared:
     """Return the declaration of an operator of ONNX Runtime's."""
     if op in _OTHERS:
-        return _OTHERS[op]
+        least, *most = _OTHERS[op]
+        return _Declared(range(least), most[0], 1, most[1])
     inputs, outputs = OPERATORS[op].inputs, OPERATORS[op].outputs
     needed = [k for k, one in enumerate(inputs) if not one.optional and not (op in POOLS and one.name == "shape")]
     most = (sys.maxsize if tensors[-1].group else len(tensors) for tensors in (inputs, outputs))

@@ -13,7 +13,7 @@ from service.errors import InvalidGraph
 from service.graphs.model import Model, Value
 from service.graphs.nodes import step_of
 from service.graphs.nodes.kernels import POOLS
-from service.graphs.plan import Node, Step
+from service.graphs.plan import NODE_BYTES, Node, Step, paced
 from service.graphs.weights import parameters_of, value_of
 
 ACCUMULATE = "com.microsoft", "InPlaceAccumulatorV2"
@@ -47,7 +47,7 @@ class Program:
 def program_of(model: Model, train: str | None = None) -> Program:
     """Return the program of a model that has its gradients, or none, with these parameters. Raises `InvalidGraph`."""
     adds = [node for node in model.nodes if (node.domain, node.op) == ACCUMULATE]
-    for node in adds:
+    for node in paced(adds):
         if not node.outputs[0]:
             raise InvalidGraph(f"{node.label} must have its first output")
     gradients = {_parameter(node): node.inputs[1] for node in adds}
@@ -68,7 +68,7 @@ def program_of(model: Model, train: str | None = None) -> Program:
     parameters |= {name: known[name] if name in known else value_of((name, tensors[name])) for name in gradients}
     initial = {name: tensors[name] for name in (*parameters, *statistics) if name in tensors}
     return Program(
-        steps=[step_of(node) for node in _with_shapes(nodes)],
+        steps=[step_of(node) for node in paced(_with_shapes(nodes), NODE_BYTES)],
         constants={name: array for name, array in tensors.items() if name not in initial},
         inputs=tuple(
             _as_labels(one) if adds and one.name in labels else one

@@ -84,10 +84,10 @@ def div_grad(dY: Rank2[T], A: Rank2[T], B: T, /, *, wanted: Collection[str] = ("
     shape = shape or (1,)  # a part of a scalar is a number, to which nothing can be written
     dtype = compute_dtype(dY.dtype)
     quotient = spare_memory(shape, dtype)
-    dY, top, bottom = (np.broadcast_to(tensor, shape) for tensor in (dY, A, B))
+    upper, top, bottom = (np.broadcast_to(tensor, shape) for tensor in (dY, A, B))
 
     def divide(part: Part) -> None:
-        np.divide(dY[part], bottom[part], out=quotient[part], dtype=dtype, casting="unsafe")
+        np.divide(upper[part], bottom[part], out=quotient[part], dtype=dtype, casting="unsafe")
 
     def multiply(part: Part) -> None:
         ratio = np.divide(top[part], bottom[part], dtype=dtype, casting="unsafe")

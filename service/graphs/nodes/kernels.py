@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args, get_origin
 
 from service.errors import InvalidParameter, MissingTensor, shown
 from service.graphs.nodes.table import Function, maker
 from service.graphs.plan import Node
-from service.kernels import OPERATORS, Attribute, Operator, Tensor, check_dtypes, check_work
+from service.kernels import OPERATORS, Attribute, Operator, check_dtypes, check_work
 
 IN_ONNX = ("SoftmaxCrossEntropyLoss", "MaxPoolGrad", "AveragePoolGrad")
 """The kernels whose nodes are in the domain of ONNX itself."""
@@ -42,28 +42,20 @@ def attributes_of(node: Node, operator: Operator) -> dict[str, Any]:
 def run(operator: Operator, attributes: Mapping[str, Any], selection: Mapping[str, Any], *given: Any) -> Any:
     """Run the kernel with the tensors of a node. A group, which is the last of the kernel's inputs, takes the rest."""
     declared, values = operator.inputs, [*given]
+    named = [(one.name, one, array) for one, array in zip(declared, given, strict=False)]
     if declared[-1].group:
-        start = len(declared) - 1
+        last, start = declared[-1], len(declared) - 1
         values[start:] = [{str(k): array for k, array in enumerate(given[start:])}]
+        named[start:] = [(f"{last.name}.{k}", last, array) for k, array in enumerate(given[start:])]
     values += [None] * (len(declared) - len(values))
     for one, value in zip(declared, values, strict=False):
         if not one.optional and (value is None or (one.group and not value)):
             raise MissingTensor(f"it needs the input {one.name!r}", tensor=one.name)
-    check_dtypes((name, one, array.dtype) for name, one, array in declared_of(operator, given) if array is not None)
+    check_dtypes((name, one, array.dtype) for name, one, array in named if array is not None)
     if operator.multiply_adds is not None:
         check_work(operator.name, operator.multiply_adds(*values, **attributes))
     result = operator.kernel(*values, **attributes, **selection)
     return tuple(result.values()) if isinstance(result, Mapping) else result
-
-
-def declared_of(operator: Operator, given: Sequence[Any]) -> Iterator[tuple[str, Tensor, Any]]:
-    """Yield what a node has for each of the kernel's inputs, with the input's name and declaration."""
-    last = operator.inputs[-1]
-    for k, value in enumerate(given):
-        if last.group and k >= len(operator.inputs) - 1:
-            yield f"{last.name}.{k - len(operator.inputs) + 1}", last, value
-        elif k < len(operator.inputs):
-            yield operator.inputs[k].name, operator.inputs[k], value
 
 
 def _check(attribute: Attribute, value: Any) -> None:

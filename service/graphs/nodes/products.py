@@ -17,6 +17,9 @@ from service.graphs.nodes.shapes import contiguous
 from service.graphs.nodes.table import function_of, maker
 from service.kernels import OPERATORS, check_work, claim
 
+MAX_OPERANDS = 32
+"""Operands of an Einsum: the search for a path takes time that grows with the fourth power of their number."""
+
 SLOWNESS = 16
 """How much longer NumPy takes for a product in a sum of products than BLAS does, where it does not call it."""
 
@@ -62,6 +65,8 @@ maker("Einsum")(lambda node: partial(einsum, node.attributes["equation"]))
 
 def einsum(equation: str, *operands: Array) -> Array:
     """Return the sum of products, taken two operands at a time. Raises `TensorTooLarge` for too much work."""
+    if len(operands) > MAX_OPERANDS:
+        raise ShapeMismatch(f"there are {len(operands)} operands; the limit is {MAX_OPERANDS}")
     *terms, result = letters(equation, operands)
     dtype = shared_dtype(*operands)
     claim(sum(one.size for one in operands) * compute_dtype(dtype).itemsize)
