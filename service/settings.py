@@ -65,7 +65,7 @@ class Settings(BaseSettings):
     store: str = Field(
         "lmdb:./gradserve-data",
         description="Where buffers are stored: lmdb:PATH (on this machine's disk), postgresql://HOST/DATABASE (for many"
-        " servers) or memory: (lost when the process ends).",
+        " servers) or memory: (LMDB in files without names, for tests and throw-away runs: lost with the process).",
     )
     postgres_schema: str = Field(
         "gradserve",

@@ -14,6 +14,7 @@ from service.buffers.lmdb.format import COUNT, TIME
 from service.buffers.packed import FORMAT
 from service.buffers.perform import Request
 from service.buffers.record import Spec
+from service.buffers.sealed import seal, seed_of
 from service.dtypes import FLOAT32
 from tests.commands import add, called, put, run
 from tests.serving import serving
@@ -77,14 +78,13 @@ def test_the_doctor_checks_the_free_slots(tmp_path: Path) -> None:
     with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
         free = txn.cursor(env.open_db(b"free", txn=txn))
         assert free.first()
-        slots = np.frombuffer(free.value(), "<i8").copy()
-        slots[0] |= 1 << 60
-        free.put(free.key(), slots.tobytes())
+        slots = np.frombuffer(free.value()[:-8], "<i8") ^ 1
+        free.put(free.key(), slots.tobytes() + free.value()[-8:])
     status, out, _ = called("doctor", "--store", store)
     lines = [line for line in out.splitlines() if line.startswith("WRONG: ")]
     assert status == 1
-    assert lines == [f"WRONG: slot {slots[0]} is said to be free, but there are 12"]
-    assert "1 slots of 262144 bytes are lost" in out
+    assert lines == ["WRONG: the slots in use or free are damaged: -1 is none of the 12"]
+    assert f"{slots.size} slots of 262144 bytes are lost" in out
     change("y")
     assert called("doctor", "--store", store)[0] == 0
 
@@ -100,8 +100,8 @@ def test_the_doctor_checks_the_counts(tmp_path: Path) -> None:
             txn.put(name, value, db=env.open_db(b"meta", txn=txn))
 
     assert called("doctor", "--store", store)[0] == 0
-    change(COUNT, TIME.pack(1))
-    change(COUNT + b"ann", TIME.pack(7))
+    change(COUNT, seal(TIME.pack(1), seed_of(COUNT)))
+    change(COUNT + b"ann", seal(TIME.pack(7), seed_of(COUNT + b"ann")))
     status, out, _ = called("doctor", "--store", store)
     lines = [line for line in out.splitlines() if line.startswith("WRONG: ")]
     assert (status, len(lines)) == (1, 2)

@@ -75,7 +75,7 @@ def test_a_run_imports_no_module_that_is_no_test(pytestconfig: pytest.Config) ->
 @pytest.mark.parametrize(
     ("text", "most"),
     [
-        ("fork=False", 3),  # a server by exec takes ten times as long as a fork, with its workers
+        ("fork=False", 4),  # a server by exec takes ten times as long as a fork, with its workers
         ("STORES = ", 4),  # the API does the same with each store that does not block
     ],
 )

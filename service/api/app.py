@@ -228,7 +228,7 @@ async def _lifespan(app: Application) -> AsyncIterator[None]:
                 yield
     finally:
         services.engine = services.store = None
-        if running := engine.pool.running:
+        if running := engine.pool.begun:
             logger.warning("Requests that threads work on are given up: %d", running)
         engine.pool.close()  # first: work in its pool may read the store
         store.close()

@@ -77,6 +77,8 @@ def _examined(moment: Moment) -> Iterator[str]:
         for place, value in _values(record):
             if value is None:
                 continue
+            if value in values:
+                yield f"{WRONG}{place} of {_shown(name)} is a value of another buffer, too"
             values.add(value)
             try:
                 for _ in moment.streamed(record.spec, value):

@@ -125,14 +125,6 @@ def stored_bytes(gradient: Gradient) -> int:
     return math.prod(gradient.shape) * gradient.dtype.itemsize
 
 
-def copied(gradient: Gradient) -> Gradient:
-    """Return a copy of a gradient as it came, in memory of its own."""
-    if isinstance(gradient, GatheredRows):
-        return GatheredRows.of(gradient.shape, gradient.index.copy(), gradient.grad.copy())
-    assert isinstance(gradient, Dense)
-    return Dense(gradient.array.copy(), gradient.shape)
-
-
 def add_piece(
     spec: Spec, result: Array, total: Array | int, piece: Array | None, weight: float, overwrite: bool
 ) -> None:

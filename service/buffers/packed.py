@@ -24,13 +24,13 @@ from service.buffers.specs import RULES
 from service.dtypes import DTYPES
 from service.errors import BufferCorrupt, StoreFailed
 
-FORMAT = 8
+FORMAT = 9
 """The number of the format of all stores. Every change of what they hold raises it, and it never goes back."""
 
-READABLE = ("6", "7", str(FORMAT))
-"""The formats that this version reads. A server makes 8 of 6, which has no graphs, and of 7.
+READABLE = ("7", "8", str(FORMAT))
+"""The formats that this version reads. A server makes 9 of 7 and 8.
 
-Records of both do not say when the last epoch closed: then it is the last change before the upgrade.
+Records of 7 do not say when the last epoch closed: then it is the last change before the upgrade.
 """
 
 FINGERPRINT_BYTES = 16
@@ -64,9 +64,9 @@ _COMPRESSED_FROM = 256
 """Bytes of receipts that are compressed: to compress fewer takes longer than to store them."""
 
 
-def check_format(found: str, store: str) -> None:
-    """Raise `StoreFailed` if the format that was found in the store is not `READABLE`."""
-    if found not in READABLE:
+def check_format(found: str, store: str, readable: Sequence[str] = READABLE) -> None:
+    """Raise `StoreFailed` if the format that was found in the store is not `readable`."""
+    if found not in readable:
         raise StoreFailed(
             f"{store} has format {found}, but this version of gradserve knows format {FORMAT}. Use the version that"
             " wrote it. Or carry its buffers over: run `gradserve export FILE` with that version, then"

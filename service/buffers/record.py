@@ -247,6 +247,12 @@ class Known(NamedTuple):
     by_prefix: bool = False
     answer: bytes = b""
 
+    @property
+    def memory_bytes(self) -> int:
+        """About what Python takes for it: 700 bytes, 450 for a receipt, and 150 for each of its contributors."""
+        contributors = sum(len(receipt.get("contributors") or ()) for receipt in self.receipts.values())
+        return 700 + 450 * len(self.receipts) + 150 * contributors + len(self.answer)
+
 
 def unknown_buffer(name: str) -> UnknownBuffer:
     """Return the error of a buffer that does not exist."""

@@ -12,7 +12,7 @@ SEAL_BYTES = 8
 """Length of a checksum."""
 
 
-def seed_of(text: bytes) -> int:
+def seed_of(text: bytes | memoryview) -> int:
     """Return the seed of the checksum of what is stored under this name."""
     return xxhash.xxh3_64_intdigest(text)
 

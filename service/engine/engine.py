@@ -31,11 +31,11 @@ class Engine:
         self.limits = limits
         # BLAS must not start threads beside the pool's: its results would also depend on their number, bit for bit.
         threadpool_limits(1, user_api="blas")
-        self.pool = Pool(threads)
+        pool = self.pool = Pool(threads)
         self._arena = Arena(reuse_bytes)
         empty = self.empty = self._arena.allocate
         """Makes an uninitialised array, in memory of past tensors if some is free."""
-        self._workspace = Workspace(self.pool.executor, threads, self._allocate, spare=empty, scratch=empty)
+        self._workspace = Workspace(pool.executor, threads, self._allocate, empty, empty, give_way=pool.give_way)
         self._alone = Workspace(allocate=self._allocate, spare=empty, scratch=empty)
 
     def buffer(self, size: int) -> memoryview:

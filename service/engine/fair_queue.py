@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
@@ -45,8 +46,8 @@ class FairQueue(Generic[T]):
         lane = self._lanes.get(namespace)
         return 0 if lane is None else len(lane.items)
 
-    def put(self, namespace: str, item: T) -> None:
-        """Add an item behind the others of its namespace."""
+    def put(self, namespace: str, item: T, key: Callable[[T], float] = lambda item: math.inf) -> None:
+        """Add an item behind the others of its namespace; with a `key`, before the items that have a larger one."""
         lane = self._lanes.get(namespace)
         if lane is None:
             self._forget()
@@ -54,7 +55,7 @@ class FairQueue(Generic[T]):
         if not lane.items:
             lane.used = max(lane.used, self._level)
         lane.seen = self._clock()
-        lane.items.append(item)
+        insort(lane.items, item, key=key)
 
     def take(
         self, without: Collection[str] = (), last: Collection[str] = (), fits: Callable[[T], bool] | None = None

@@ -89,7 +89,9 @@ class Plan:
         """Return the outputs by name. `tensors` has all `inputs`; others are ignored. Raises what a step raises."""
         values: dict[str, Any] = {**self.constants, **{name: tensors[name] for name in self.inputs}}
         with metered(values.values()) as meter, np.errstate(all="ignore"):
+            give_way, grow = current_workspace().give_way, meter.grow
             for step, dying in self.steps:
+                give_way(grow)
                 meter.catch_up()
                 results = _run(step, [values[name] if name else None for name in step.inputs])
                 for name, result in zip(step.outputs, results, strict=False):

@@ -49,6 +49,7 @@ class Workspace:
 
     They allocate outputs, spare memory for intermediate results, and large scratch, which is freed after each block.
     `claim` gets the bytes of what NumPy allocates by itself. All but `scratch` may raise, to end the kernel.
+    `give_way` gets `claim`, and waits for the turns of others. Only the thread that has started the work may call it.
     """
 
     pool: Executor | None = None
@@ -57,6 +58,7 @@ class Workspace:
     spare: Callable[[tuple[int, ...], DType], Array] = np.empty
     scratch: Callable[[tuple[int, ...], DType], Array] = np.empty
     claim: Callable[[int], None] = lambda size: None
+    give_way: Callable[[Callable[[int], None]], None] = lambda claim: None
 
 
 _DEFAULT = Workspace()

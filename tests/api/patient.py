@@ -10,7 +10,7 @@ from service.api import server
 from service.api.http.wire import Ending
 
 if "pytest" not in sys.modules:  # in the worker processes, too, which import this module
-    Ending.max_seconds = server.SAME_SECONDS = server.SILENT_SECONDS = 3600
+    Ending.max_seconds = server.SAME_SECONDS = 3600
 
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup starts programs so

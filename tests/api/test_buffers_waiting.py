@@ -264,13 +264,13 @@ def test_a_wait_for_names_does_not_look_at_ready_buffers_again(
 def test_a_wait_for_a_prefix_does_not_list_it_for_each_change(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    listings, records = [], MemoryStore.records
+    listings, names_of = [], MemoryStore.names
 
     def counted(store: MemoryStore, prefix: str = "", *args: Any, **more: Any) -> Any:
         listings.append(prefix)
-        return records(store, prefix, *args, **more)
+        return names_of(store, prefix, *args, **more)
 
-    monkeypatch.setattr(MemoryStore, "records", counted)
+    monkeypatch.setattr(MemoryStore, "names", counted)
     with serving() as url, httpx.Client(base_url=url, timeout=30) as http:
         names = [create(http, f"p.{number}", quorum=2 if "value" in what else None) for number in range(20)]
         other = create(http)

@@ -18,7 +18,8 @@ from benchmarks.tenants import Result
 from service.api.http import admission
 from service.engine.engine import Engine
 from service.keys import add as add_key
-from tests.api.headers import SAFE
+from tests.api.headers import SAFE, TO_SAFETENSORS
+from tests.api.models import chain, linear
 from tests.api.test_health import GATHER, Gate
 from tests.serving import assert_problem, in_flight, serving, wait_until
 
@@ -58,9 +59,11 @@ class Tenants:
 
 
 @contextmanager
-def tenants(path: Path, **settings: Any) -> Iterator[Tenants]:
-    secrets = {name: add_key(path / "keys", name, ["ops", "buffers:read", "buffers:write"], name) for name in "ab"}
-    with serving(keys=path / "keys", max_bytes_in_flight=MOST, max_body_bytes=4 * MOST, **settings) as url:
+def tenants(path: Path, names: str = "ab", **settings: Any) -> Iterator[Tenants]:
+    scopes = ["ops", "buffers:read", "buffers:write", "graphs:write"]
+    secrets = {name: add_key(path / "keys", name, scopes, name) for name in names}
+    given = {"max_bytes_in_flight": MOST, "max_body_bytes": 4 * MOST, **settings}
+    with serving(keys=path / "keys", **given) as url:
         yield Tenants(url, secrets)
 
 
@@ -172,6 +175,35 @@ def test_small_requests_beyond_the_queue_are_refused(monkeypatch: pytest.MonkeyP
         assert_problem(client.get("/v1/buffers"), 429, "busy", "GRADSERVE_MAX_WAITING")
         assert client.get("/v2/health/ready").status_code == 200
         assert client.put("/v1/buffers/a", json={"shape": [1]}).status_code == 201
+
+
+LENGTH, SIZE = 4000, 256
+"""A chain of matrix products. It takes more than a second."""
+
+
+def upload(server: Tenants, name: str, graph: str, content: bytes) -> None:
+    with server.client(name) as client:
+        client.put(f"/v1/graphs/{graph}", content=content).raise_for_status()
+
+
+@pytest.mark.parametrize(("threads", "names"), [(1, "abc"), (1, "aaabb"), (2, "aabbcc")])
+def test_long_graphs_let_a_small_one_go_first(tmp_path: Path, threads: int, names: str) -> None:
+    """The small one is planned and answered while each long one has still far to go. These lose nothing."""
+    with tenants(tmp_path, "abcdz", threads=threads, max_bytes_in_flight=64 * MOST) as server, ExitStack() as stack:
+        for name in {*names}:
+            upload(server, name, "long", chain(LENGTH, SIZE))
+        upload(server, "z", "small", linear())
+        clients = {name: stack.enter_context(server.client(name)) for name in {*names, "z"}}
+        pool = stack.enter_context(ThreadPoolExecutor(8))
+        asked = [pool.submit(clients[one].post, "/v1/graphs/long", json={}, headers=TO_SAFETENSORS) for one in names]
+        wait_until(lambda: in_flight(server.url) == len(asked))
+        for _ in range(3):
+            answer = clients["z"].post("/v1/graphs/small", json={"x": [[1, 10]]})
+            assert answer.raise_for_status().json()["y"]["data"] == [[33]]
+            assert not any(one.done() for one in asked)
+        for one in asked:
+            (product,) = safetensors.numpy.load(one.result().raise_for_status().content).values()
+            np.testing.assert_array_equal(product, np.eye(SIZE))
 
 
 # ----- the benchmark -----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import pytest
 
 from service.buffers.changes import Delete
 from service.buffers.lmdb import writer
+from service.buffers.memory import MemoryStore
 from service.buffers.store import Store
 from tests.buffers.calls import do
 from tests.buffers.postgres import Schema
-from tests.buffers.stores import Clock, Reopen, flip, open_lmdb, open_memory, open_postgres, reopening
+from tests.buffers.stores import KEY_SECONDS, Clock, Reopen, flip, open_lmdb, open_postgres, reopening
 from tests.network import Network
 
-KINDS = ["memory", "lmdb", "postgres"]
+KINDS = ["lmdb", "postgres"]
 
 
 @pytest.fixture
@@ -93,7 +95,14 @@ def opened(request: pytest.FixtureRequest, path: Path, clock: Clock) -> Store:
     """Return a new store of the kind that the fixture's parameter names."""
     if request.param == "postgres":
         return open_postgres(request.getfixturevalue("postgres_url"), clock, schema=f"test_{uuid.uuid4().hex}")
-    return open_memory(clock) if request.param == "memory" else open_lmdb(path, clock)
+    return open_lmdb(path, clock)
+
+
+@pytest.fixture
+def open_memory(clock: Clock) -> Iterator[Callable[[], MemoryStore]]:
+    """Yield a function that opens a new store in memory. The test's end closes it."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(closing(MemoryStore(key_seconds=KEY_SECONDS, clock=clock)))
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import pytest
 from service.buffers import failpoints
 from service.buffers.doctor import examine
 from service.buffers.lmdb import LmdbStore, opened_readonly, value_writer, values
-from service.buffers.memory import MemoryStore
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import PostgresStore
 from service.buffers.store import Store
@@ -51,10 +50,6 @@ Reopen: TypeAlias = Callable[..., LmdbStore]
 
 def open_lmdb(path: Path, clock: Callable[[], float], *, max_bytes: int = MAX_BYTES, **limits: Any) -> LmdbStore:
     return LmdbStore(path, max_bytes=max_bytes, key_seconds=KEY_SECONDS, clock=clock, **limits)
-
-
-def open_memory(clock: Callable[[], float], *, max_bytes: int = MAX_BYTES, **limits: Any) -> MemoryStore:
-    return MemoryStore(key_seconds=KEY_SECONDS, clock=clock, max_bytes=max_bytes, **limits)
 
 
 def reopening(open_store: Callable[..., S], damage: Callable[[bytes], object] = bytes) -> Iterator[Callable[..., S]]:

@@ -18,14 +18,14 @@ from service.buffers.record import Key
 from service.buffers.sets import Set
 from service.buffers.store import Store
 from tests.buffers.calls import add, create, do, key, ones, spec, value
-from tests.buffers.stores import KEY_SECONDS, PATIENCE, Clock, open_lmdb, open_memory, open_postgres
+from tests.buffers.stores import KEY_SECONDS, PATIENCE, Clock, open_lmdb, open_postgres
 
 SMALL = b"a small model"
 LARGE = np.random.default_rng(1).bytes((1 << 20) + 3)
 OPTIONS = {"loss": "MSELoss", "train": "*"}
 
 
-@pytest.fixture(params=["memory", "lmdb", "postgres"])
+@pytest.fixture(params=["lmdb", "postgres"])
 def limited(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> Iterator[Store]:
     """Yield a store with room for two graphs of a namespace, or for three megabytes."""
     limits: dict[str, Any] = {"max_graphs": 2, "max_bytes": 3 << 20}
@@ -34,8 +34,7 @@ def limited(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> Ite
         url: str = request.getfixturevalue("postgres_url")
         store = open_postgres(url, clock, schema=f"test_{uuid.uuid4().hex}", **limits)
     else:
-        memory = request.param == "memory"
-        store = open_memory(clock, **limits) if memory else open_lmdb(tmp_path / "store", clock, **limits)
+        store = open_lmdb(tmp_path / "store", clock, **limits)
     yield store
     store.close()
 
@@ -226,7 +225,7 @@ def test_a_graph_beyond_the_limit_is_refused(limited: Store) -> None:
     assert names(limited) == ["b", "c"]
 
 
-@pytest.mark.parametrize("limited", ["memory", "lmdb"], indirect=True)  # the janitor of PostgreSQL counts in rounds
+@pytest.mark.parametrize("limited", ["lmdb"], indirect=True)  # the janitor of PostgreSQL counts in rounds
 def test_a_store_without_room_refuses_graphs_and_deletes_them(limited: Store) -> None:
     put(limited, "a", LARGE)
     with pytest.raises(errors.StoreFull):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from service.buffers.changes import Add, Create, Delete, Take, Zero
-from service.buffers.lmdb.format import COUNT, TIME
+from service.buffers.lmdb.format import COUNT, TIME, keep
 from service.buffers.names import BufferName
 from service.buffers.perform import Request
 from service.buffers.record import Record
@@ -23,7 +23,7 @@ from service.buffers.sets import Set
 from service.buffers.store import Store
 from service.errors import NonfiniteGradient, TooManyBuffers
 from tests.buffers.calls import add, create, do, key, ones, spec, state
-from tests.buffers.stores import PATIENCE, Clock, Gate, Reopen, open_lmdb, open_memory, open_postgres, start, waiting
+from tests.buffers.stores import PATIENCE, Clock, Gate, Reopen, open_lmdb, open_postgres, start, waiting, wrong
 
 MOST = 3
 
@@ -34,7 +34,7 @@ def reopen(reopen: Reopen) -> Reopen:
     return partial(reopen, max_buffers=MOST)
 
 
-@pytest.fixture(params=["memory", "lmdb", "postgres"])
+@pytest.fixture(params=["lmdb", "postgres"])
 def store(request: pytest.FixtureRequest, clock: Clock, reopen: Reopen) -> Iterator[Store]:
     """Return a store with a limit of three buffers in a namespace."""
     store: Store
@@ -42,7 +42,7 @@ def store(request: pytest.FixtureRequest, clock: Clock, reopen: Reopen) -> Itera
         url: str = request.getfixturevalue("postgres_url")
         store = open_postgres(url, clock, schema=f"test_{uuid.uuid4().hex}", max_buffers=MOST)
     else:
-        store = open_memory(clock, max_buffers=MOST) if request.param == "memory" else reopen()
+        store = reopen()
     yield store
     store.close()
 
@@ -279,7 +279,7 @@ def meta(path: Path) -> dict[bytes, bytes]:
             return {bytes(name): bytes(value) for name, value in txn.cursor(db=database)}
 
 
-@pytest.mark.parametrize("damage", ["no counts", "a wrong count"])
+@pytest.mark.parametrize("damage", ["no counts", "a wrong count", "a damaged count", "the count of another"])
 def test_the_next_start_counts_again(reopen: Reopen, tmp_path: Path, damage: str) -> None:
     store = reopen()
     create(store, "a", "b")
@@ -288,15 +288,20 @@ def test_the_next_start_counts_again(reopen: Reopen, tmp_path: Path, damage: str
     with lmdb.open(str(tmp_path / "store"), max_dbs=8) as env, env.begin(write=True) as txn:
         database = env.open_db(b"meta", txn=txn)
         if damage == "a wrong count":
+            keep(txn, database, COUNT, TIME.pack(77))
+        elif damage == "a damaged count":
             txn.put(COUNT, TIME.pack(77), db=database)
+        elif damage == "the count of another":
+            txn.put(COUNT + b"aon", txn.pop(COUNT + b"ann", db=database) or b"", db=database)
         else:
             for name in (COUNT, COUNT + b"ann"):
                 txn.delete(name, db=database)
+    assert wrong(tmp_path / "store")
     store = reopen()
     create(store, "c")
     refused(store, "d")
     store.close()
-    found = {name: value for name, value in meta(tmp_path / "store").items() if name.startswith(COUNT)}
+    found = {name: value[:-8] for name, value in meta(tmp_path / "store").items() if name.startswith(COUNT)}
     assert found == {COUNT: TIME.pack(3), COUNT + b"ann": TIME.pack(1)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import orjson
 import pytest
 
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
+from service.buffers.doctor import examine
 from service.buffers.lmdb import LmdbStore
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, Wide
@@ -19,7 +21,9 @@ from service.buffers.record import Record
 from service.buffers.restore import Restore
 from service.errors import BufferCorrupt, EpochGone
 from tests.buffers.calls import create, do, key, ones, spec
-from tests.buffers.stores import KEY_SECONDS, PATIENCE, Clock, Reopen, wrong
+from tests.buffers.damaging import HEAD, PAGE
+from tests.buffers.flipping import used
+from tests.buffers.stores import KEY_SECONDS, MAX_BYTES, PATIENCE, Clock, Reopen, wrong
 
 NAMES = [f"layer.{number}.weight" for number in range(200)]
 
@@ -141,7 +145,7 @@ def bytes_per_buffer(store: LmdbStore, requests: int = 100) -> float:
     return (store.size()[1] - before) / requests / len(NAMES)
 
 
-@pytest.mark.parametrize(("alike", "most"), [(True, 3), (False, 8)])
+@pytest.mark.parametrize(("alike", "most"), [(True, 3.2), (False, 8)])
 def test_a_keyed_add_takes_few_bytes(reopen: Reopen, alike: bool, most: int) -> None:
     """It takes more if no two buffers are alike."""
     store = reopen()
@@ -166,14 +170,16 @@ def test_a_request_by_prefix_keeps_the_names_of_its_buffers(reopen: Reopen) -> N
 # ----- damage -----
 
 
-@pytest.mark.parametrize("database", ["keys", "outcomes"])
-def test_a_damaged_key_harms_no_other(reopen: Reopen, clock: Clock, tmp_path: Path, database: str) -> None:
+DAMAGED = ["WRONG: 1 idempotency keys are damaged: a retry with one is found all the same, or fails"]
+
+
+def test_a_damaged_outcome_harms_no_other_key(reopen: Reopen, clock: Clock, tmp_path: Path) -> None:
     store = reopen()
     create(store, "a", "b")
     do(store, *adds(["a"]), key=key("hurt"))
     store.close()
-    with lmdb.open(str(tmp_path / "store"), max_dbs=8) as env, env.begin(write=True) as txn:
-        cursor = txn.cursor(env.open_db(database.encode(), txn=txn))
+    with lmdb.open(str(tmp_path / "store"), max_dbs=9) as env, env.begin(write=True) as txn:
+        cursor = txn.cursor(env.open_db(b"outcomes", txn=txn))
         assert cursor.first()
         cursor.put(cursor.key(), cursor.value()[:-1] + bytes([cursor.value()[-1] ^ 1]))
     store = reopen()
@@ -183,9 +189,57 @@ def test_a_damaged_key_harms_no_other(reopen: Reopen, clock: Clock, tmp_path: Pa
     assert do(store, *adds(["b"]), key=key("well")).replayed
     assert [record.count for record in store.records()] == [1, 1]
     store.close()
-    assert wrong(tmp_path / "store") == ["WRONG: 1 idempotency keys are damaged: a retry with one of them fails"]
-    if database == "outcomes":
+    assert wrong(tmp_path / "store") == DAMAGED
+    store = reopen()
+    clock.advance(KEY_SECONDS)
+    do(store, *adds(["b"]))
+    assert not do(store, *adds(["a"]), key=key("hurt")).replayed
+
+
+@pytest.mark.parametrize("place", [0, 7, 15, 16, 23, 31])
+@pytest.mark.parametrize("bit", [0, 7])
+def test_a_retry_is_found_although_its_digest_is_damaged(reopen: Reopen, tmp_path: Path, place: int, bit: int) -> None:
+    """The digest of a key, its time or their checksum: each retry counts once, and new keys are new."""
+    store, texts = reopen(), [f"{number}" for number in range(9)]
+    create(store, "a")
+    for text in texts:
+        do(store, *adds(["a"]), key=key(text))
+    store.close()
+    with lmdb.open(str(tmp_path / "store"), max_dbs=9, readonly=True) as env, env.begin() as txn:
+        entries = [b"".join(entry) for entry in txn.cursor(env.open_db(b"keys", txn=txn, create=False))]
+    sound = (tmp_path / "store" / "data.mdb").read_bytes()
+    for hurt in entries[:: len(entries) // 2]:  # the first, the last, and one between
+        data = bytearray(sound)
+        for start in (match.start() for match in re.finditer(re.escape(hurt), sound)):
+            data[start + place] ^= 1 << bit
+        (tmp_path / "store" / "data.mdb").write_bytes(data)
+        found = [line for line in examine(f"lmdb:{tmp_path}/store", MAX_BYTES) if line.startswith("WRONG")]
+        assert found == DAMAGED or "its keys are not in order" in found[0]
         store = reopen()
-        clock.advance(KEY_SECONDS)
-        do(store, *adds(["b"]))
-        assert not do(store, *adds(["a"]), key=key("hurt")).replayed
+        assert not do(store, *adds(["a"]), key=key("new")).replayed
+        assert [do(store, *adds(["a"]), key=key(text)).replayed for text in [*texts, "new"]] == [True] * 10
+        assert store.record("a").count == 10
+        store.close()
+        assert wrong(tmp_path / "store") == []
+
+
+@pytest.mark.parametrize("bit", [0, 3, 7])
+def test_a_retry_is_found_although_the_way_to_its_digest_is_damaged(reopen: Reopen, tmp_path: Path, bit: int) -> None:
+    """A digest in a branch of LMDB's tree leads to a page of digests."""
+    store, texts, data = reopen(), [f"{number}" for number in range(200)], tmp_path / "store" / "data.mdb"
+    create(store, "a")
+    for text in texts:
+        do(store, *adds(["a"]), key=key(text))
+    store.close()
+    root, *leaves = used(tmp_path / "store")["keys"]
+    sound = data.read_bytes()
+    assert len(leaves) > 2
+    for node in range(1, len(leaves)):
+        for place in range(0, 16, 3):
+            hurt = bytearray(sound)
+            start = root * PAGE + int.from_bytes(sound[(at := root * PAGE + HEAD + 2 * node) : at + 2], "little")
+            hurt[start + 8 + place] ^= 1 << bit
+            data.write_bytes(hurt)
+            store = reopen()
+            assert all(do(store, *adds(["a"]), key=key(text)).replayed for text in texts)
+            store.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from service.buffers.lmdb import LmdbStore
+from service.buffers.memory import MemoryStore
 from service.buffers.transfer import export, read, restore
 from service.errors import GradserveError, MalformedBody, NonfiniteGradient
 from service.limits import Limits
 from tests.buffers.calls import value
-from tests.buffers.stores import Clock, open_memory
+from tests.buffers.stores import Clock
+from tests.serving import wait_until
 
 FORM: dict[str, Any] = {"shape": [2], "dtype": "float32"}
 RULES = {**FORM, "nonfinite": "reject", "quorum": 9, "keep": 3, "ttl_seconds": 10.0, "max_norm": 2.5}
@@ -44,9 +47,9 @@ def with_rules(**rules: Any) -> dict[str, Any]:
     return {**STATE, "spec": {**RULES, **rules}}
 
 
-def test_valid_metadata_is_restored(tmp_path: Path, clock: Clock) -> None:
+def test_valid_metadata_is_restored(tmp_path: Path, open_memory: Callable[[], MemoryStore]) -> None:
     file = saved(tmp_path, json.dumps({"a": STATE, "b": {**STATE, "weight": 0, "spec": FORM}}))
-    store = open_memory(clock)
+    store = open_memory()
     restore(store, read(file, LIMITS, 200))
     record = store.record("a")
     assert record.spec.as_json() == {**RULES, **LATER}
@@ -57,21 +60,22 @@ def test_valid_metadata_is_restored(tmp_path: Path, clock: Clock) -> None:
 
 @pytest.mark.parametrize("rules", [{"min_count": 2}, {"quorum": 9, "contributors": ["x"]}])
 def test_rules_that_an_older_version_has_allowed_are_restored(
-    tmp_path: Path, clock: Clock, rules: dict[str, Any]
+    tmp_path: Path, open_memory: Callable[[], MemoryStore], rules: dict[str, Any]
 ) -> None:
-    store = open_memory(clock)
+    store = open_memory()
     restore(store, read(saved(tmp_path, json.dumps({"a": with_rules(**rules), "b": STATE})), LIMITS, 200))
     assert store.record("a").spec.as_json() == {**RULES, **LATER, **rules}
 
 
-def test_a_running_epoch_is_restored(tmp_path: Path, clock: Clock) -> None:
+def test_a_running_epoch_is_restored(tmp_path: Path, open_memory: Callable[[], MemoryStore], clock: Clock) -> None:
     """Its contributors are in it, and its deadline counts on: if it is over, the epoch closes at once."""
     state = {**with_rules(deadline_seconds=5.0, ttl_seconds=None), "began": clock.now - 4, "contributors": {"x": 2}}
     file = saved(tmp_path, json.dumps({"a": state, "b": {**state, "began": clock.now - 5}}))
-    store = open_memory(clock)
+    store = open_memory()
     restore(store, read(file, LIMITS, 200))
     record = store.record("a")
     assert (record.deadline_at, record.contributors_in, record.epoch) == (clock.now + 1, {"x": 2}, 1)
+    wait_until(lambda: store.record("b").epoch == 2)
     (snapshot,) = store.read(["b"], 1)
     assert snapshot.receipt()["closed_by"] == "deadline"
     assert snapshot.receipt()["contributors"] == {"x": 2}
@@ -188,10 +192,10 @@ def test_what_was_imported_can_be_exported_and_imported_again(tmp_path: Path) ->
         assert {name: getattr(record, name) for name in largest} == largest
 
 
-def test_a_value_that_its_rules_forbid_is_refused(tmp_path: Path, clock: Clock) -> None:
+def test_a_value_that_its_rules_forbid_is_refused(tmp_path: Path, open_memory: Callable[[], MemoryStore]) -> None:
     file = tmp_path / "x"
     save_file({"a": np.array([1, np.nan], np.float32)}, file, {"buffers": json.dumps({"a": STATE})})
-    store = open_memory(clock)
+    store = open_memory()
     with pytest.raises(NonfiniteGradient):
         restore(store, read(file, LIMITS, 200))
     assert store.records() == []

@@ -32,7 +32,7 @@ from service.dtypes import DTYPES, NAMES, Array
 from service.errors import GradserveError, UnknownBuffer
 from tests.buffers.calls import key
 from tests.buffers.postgres import Schema, shrink
-from tests.buffers.stores import KEY_SECONDS, PATIENCE, Clock, open_lmdb, open_memory, shrink_lmdb, wrong
+from tests.buffers.stores import KEY_SECONDS, PATIENCE, Clock, open_lmdb, shrink_lmdb, wrong
 from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_same_bits
 
@@ -1048,11 +1048,6 @@ class GraphMachine(StoreMachine):
         assert [*found] == sorted(found)
 
 
-class MemoryMachine(GraphMachine):
-    def open(self) -> Store:
-        return open_memory(self.clock, max_buffers=MOST_BUFFERS, max_graphs=MOST_GRAPHS)
-
-
 class LmdbMachine(GraphMachine):
     def __init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
@@ -1135,11 +1130,9 @@ SOME = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
-TestMemory = MemoryMachine.TestCase
-TestMemory.settings = settings(SOME, max_examples=50 * FUZZ, stateful_step_count=50)  # it is the quickest
 TestLmdb = LmdbMachine.TestCase
-TestLmdb.settings = SOME
+TestLmdb.settings = settings(SOME, max_examples=50 * FUZZ, stateful_step_count=50)
 TestPostgres = PostgresMachine.TestCase
-TestPostgres.settings = settings(SOME, max_examples=5 * FUZZ)  # each step takes a hundred times as long as in memory
+TestPostgres.settings = settings(SOME, max_examples=5 * FUZZ)  # each step takes many times as long as with LMDB
 TestTwoPostgres = TwoPostgresMachine.TestCase
 TestTwoPostgres.settings = settings(SOME, max_examples=5 * FUZZ)

@@ -17,13 +17,14 @@ from safetensors.numpy import load_file, save_file
 from service.buffers.changes import Create
 from service.buffers.doctor import examine
 from service.buffers.graphs import StoredGraph, digest_of
+from service.buffers.memory import MemoryStore
 from service.buffers.store import Store
 from service.buffers.transfer import export, read, restore
 from service.errors import GradserveError, GraphCorrupt, GraphExists, InvalidParameter, MalformedBody, UnknownBuffer
 from service.limits import Limits
 from tests.buffers.calls import add, create, spec, value
 from tests.buffers.postgres import Schema
-from tests.buffers.stores import MAX_BYTES, Clock, flip, open_lmdb, open_memory, wrong
+from tests.buffers.stores import MAX_BYTES, Clock, flip, open_lmdb, wrong
 from tests.buffers.test_contract_graphs import LARGE, OPTIONS, SMALL, content, names, put
 
 LIMITS = Limits(max_tensor_bytes=1 << 21)
@@ -60,7 +61,9 @@ def graphs_of(store: Store) -> list[tuple[StoredGraph, bytes]]:
     return [(StoredGraph(**{**vars(graph), "id": 0}), content(store, graph.name)) for graph in store.graphs()]
 
 
-def test_an_export_restores_every_graph(place: Place, tmp_path: Path, clock: Clock) -> None:
+def test_an_export_restores_every_graph(
+    place: Place, tmp_path: Path, open_memory: Callable[[], MemoryStore], clock: Clock
+) -> None:
     file = tmp_path / "saved"
     with closing(place.open()) as store:
         for number, name in enumerate(("mlp", "net.a", "net.b", "empty")):
@@ -83,12 +86,12 @@ def test_an_export_restores_every_graph(place: Place, tmp_path: Path, clock: Clo
         *(f"graphs/{name}" for name in ("mlp", "net.a", "net.b", "empty")),
         "~ann/graphs/mlp",
     }
-    other = open_memory(clock)
+    other = open_memory()
     imported(file, other)
     assert graphs_of(other) == before
     assert content(other.within("ann")) == SMALL
     assert value(other, "net.w").tolist() == [1, 2]
-    part = open_memory(clock)
+    part = open_memory()
     imported(tmp_path / "part", part)
     assert (names(part), part.names("")) == (["net.a", "net.b"], ["net.w"])
 
@@ -101,20 +104,22 @@ def test_an_export_without_graphs_is_as_before(place: Place, tmp_path: Path) -> 
         assert {*opened.metadata()} == {"buffers"}
 
 
-def test_an_import_makes_all_graphs_or_none(place: Place, tmp_path: Path, clock: Clock) -> None:
+def test_an_import_makes_all_graphs_or_none(
+    place: Place, tmp_path: Path, open_memory: Callable[[], MemoryStore]
+) -> None:
     file = tmp_path / "saved"
     with closing(place.open()) as store:
         create(store, "w")
         for name in ("a", "b", "c"):
             put(store, name)
     place.export(file)
-    other = open_memory(clock)
+    other = open_memory()
     put(other, "a")
     put(other, "c", LARGE)
     with pytest.raises(GraphExists):
         imported(file, other)
     assert (names(other), other.names("")) == (["a", "c"], [])
-    other = open_memory(clock)
+    other = open_memory()
     put(other, "a")
     imported(file, other)
     assert (names(other), other.names("")) == (["a", "b", "c"], ["w"])

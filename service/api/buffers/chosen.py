@@ -13,7 +13,6 @@ from service.api.http.answer import AnswerForm
 from service.api.http.call import Call
 from service.api.http.offload import INLINE_LOOKUPS
 from service.buffers.changes import Change
-from service.buffers.memory_state import room_of
 from service.buffers.names import check_name
 from service.buffers.perform import Outcome, Wide
 from service.buffers.record import unknown_prefix
@@ -128,7 +127,7 @@ async def change_all(
     if received.key is not None:
         known = await call.look_up(1, recalled, call.store, received.key, names)
     if known is not None:
-        call.reserve(2 * room_of(known))  # its receipts, as objects and as text
+        call.reserve(2 * known.memory_bytes)  # its receipts, as objects and as text
     elif len(names) > most:
         raise TooManyTensors(
             f"The request would change {len(names)} buffers at once; the limit is {most} (GRADSERVE_MAX_TENSORS): send"

@@ -29,6 +29,9 @@ from service.errors import MalformedBody
 MAX_WAITING_BYTES = 1 << 16
 """Bytes that may wait for the application before the connection stops reading. uvicorn has the same limit."""
 
+TURN_STEPS = 4
+"""Steps of the parser, of up to `TURN_CHUNKS` chunks each, before other connections have their turn."""
+
 HANDSHAKE_SECONDS = 10.0
 """Seconds for a TLS handshake, which takes two round trips. The connection counts like any other meanwhile."""
 
@@ -55,6 +58,7 @@ class Connection(Wire):
         self._tls = config.ssl
         self._shakes_hands = False
         self._incoming = Incoming()
+        self._is_due = False  # whether the loop's next turn goes on with the bytes at hand
         self._reader: HeadReader | None = None  # while a head is incomplete
         self._url = b""  # the target of the running request
         self._exchange: Exchange | None = None  # while a request runs
@@ -129,6 +133,7 @@ class Connection(Wire):
         if self._exchange is not None:
             self._exchange.lose()
         self._exchange = self._reader = None  # breaks a reference cycle
+        self._incoming = Incoming()  # a turn may be due
 
     def end(self, *, at_once: bool = False) -> None:
         """End as every `Wire` does; before the end of a TLS handshake, at once."""
@@ -146,17 +151,22 @@ class Connection(Wire):
             self._exchange.keeps_alive = False
 
     def _advance(self) -> None:
-        """Parse the bytes at hand, up to the end of the running request."""
-        incoming = self._incoming
+        """Parse the bytes at hand, up to the end of the running request, by turns of `TURN_STEPS`."""
+        incoming, self._is_due = self._incoming, False
         try:
-            while (size := incoming.size) and not self.is_ending:
-                exchange = self._exchange
+            for _ in range(TURN_STEPS):
+                size, exchange = incoming.size, self._exchange
+                if not size or self.is_ending:
+                    break
                 if exchange is None:
                     self._take_head()
                 elif exchange.more_body:
                     self._take_body(exchange)
                 if incoming.size == size:
                     break
+            else:
+                self._is_due = True
+                self.loop.call_soon(self._advance)
         except MalformedBody as error:
             self._refuse(error)
         if self.client_ended and (self._exchange is None or self._exchange.more_body):
@@ -165,11 +175,11 @@ class Connection(Wire):
             self._balance()
 
     def _balance(self) -> None:
-        """Stop reading if too many bytes wait, else read on."""
+        """Stop reading if too many bytes wait, or if a turn is due, else read on."""
         waiting = self._incoming.size
         if self._exchange is not None:
             waiting += len(self._exchange.body)
-        if (waiting > MAX_WAITING_BYTES) is not self.is_paused:
+        if (self._is_due or waiting > MAX_WAITING_BYTES) is not self.is_paused:
             self.pause_reading(not self.is_paused)
 
     def _take_head(self) -> None:

@@ -10,9 +10,8 @@ import lmdb
 from service.buffers import clock
 from service.buffers.clock import Clock
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import CLOCK, CLOCK_SEED
+from service.buffers.lmdb.format import CLOCK, keep
 from service.buffers.lmdb.reader import Reader, reading
-from service.buffers.sealed import seal
 
 _OFFSET = struct.Struct("<d")
 
@@ -39,7 +38,7 @@ def _share(env: Environment, started: Clock) -> Clock:
     with env.writing() as txn:
         shared = _shared(Reader(env, txn))
         if shared is None:
-            txn.put(CLOCK, seal(_OFFSET.pack(started.offset) + clock.boot(), CLOCK_SEED), db=env.meta)
+            keep(txn, env.meta, CLOCK, _OFFSET.pack(started.offset) + clock.boot())
     return shared or started
 
 

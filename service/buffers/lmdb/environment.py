@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from typing import Any
 import lmdb
 import orjson
 
-from service.buffers.lmdb.format import DATABASES
+from service.buffers.lmdb.format import DATABASES, NUMBER, index, keep
 from service.buffers.lmdb.pages import faults_of
 from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full
-from service.buffers.packed import FORMAT, check_format
+from service.buffers.packed import FORMAT, READABLE, check_format
 from service.buffers.room import store_full
+from service.buffers.sealed import seed_of, unseal
 from service.errors import StoreFailed
 from service.host.files import check_regular, open_new
 from service.host.system import disk_bytes, reserve, sync_drive, sync_path
@@ -93,17 +94,37 @@ class Environment:
             raise
 
     def _open_databases(self, txn: Any | None) -> None:
-        """Open the databases. `txn` makes those that are missing; without it they must be there."""
-        self.meta = self._env.open_db(b"meta", txn, create=txn is not None)
+        """Open the databases. `txn` makes those of a new store, and brings an older store to this format."""
+        is_new = txn is not None and not self._env.stat()["entries"]
+        self.meta = self._env.open_db(b"meta", txn, create=is_new)
         with nullcontext(txn) if txn is not None else self._env.begin() as reader:
-            stored = reader.get(b"format", db=self.meta)
-        self.format = str(FORMAT) if stored is None else stored.decode(errors="replace")
-        check_format(self.format, f"The store in {self.path}")
+            self.format = READABLE[0] if is_new else self._check_format(reader, f"The store in {self.path}", READABLE)
         for name in DATABASES:
-            lacks = name == "graphs" and txn is None and self.format == "6"
-            setattr(self, name, None if lacks else self._env.open_db(name.encode(), txn, create=txn is not None))
-        if txn is not None and (stored is None or self.format != str(FORMAT)):
-            txn.put(b"format", str(FORMAT).encode(), db=self.meta)
+            setattr(self, name, self._env.open_db(name.encode(), txn, create=is_new))
+        if txn is not None and self.format != str(FORMAT):
+            self._bring_over(txn)
+
+    def _bring_over(self, txn: Any) -> None:
+        """Seal what older formats have without checksums, which a new store lacks. The clock starts again."""
+        numbers = {name: bytes(NUMBER.size) for name in (b"last_id", b"slots")} | dict(txn.cursor(db=self.meta))
+        if len(numbers[b"last_id"]) != NUMBER.size:
+            raise lmdb.CorruptedError(f"format {self.format} is not its format")
+        for database, entries in ((self.meta, numbers), (self.free, dict(txn.cursor(db=self.free)))):
+            for key, data in entries.items():
+                keep(txn, database, key, data)
+        index(txn, self.keys, self.outcomes)
+        self.format = str(FORMAT)
+        txn.put(b"format", self.format.encode(), db=self.meta)
+
+    def _check_format(self, txn: Any, store: str, readable: Sequence[str]) -> str:
+        """Return the format. Raises `StoreFailed` for another: a newer version may have brought the store over."""
+        found = bytes(txn.get(b"format", default=b"", db=self.meta)).decode(errors="replace")
+        check_format(found, store, readable)
+        return found
+
+    def unseal(self, sealed: bytes | memoryview, key: bytes | memoryview) -> memoryview | None:
+        """Return what is stored under a key, None if it is damaged. Older formats have no checksums there."""
+        return unseal(sealed, seed_of(key)) if self.format == READABLE[-1] else memoryview(sealed)
 
     def _lengthen(self) -> None:
         """Give data.mdb the length that LMDB expects: to read behind its end would kill the process.
@@ -149,6 +170,7 @@ class Environment:
         """Begin a transaction that reads. Raises `StoreFailed`."""
         try:
             with self._env.begin(buffers=True) as txn:
+                self._check_format(txn, "The store", [self.format])
                 yield txn
             self.check_files()  # a process with another lock.mdb does not see this reader, and may reuse what it read
         except (lmdb.Error, *UNREADABLE) as error:
@@ -162,11 +184,13 @@ class Environment:
         """
         try:
             with self._env.begin(write=True, buffers=True) as txn:
+                self._check_format(txn, "The store", [self.format])
                 yield txn
         except UNREADABLE as error:
             raise as_client_error(error, self.path, self.max_bytes) from None
         try:
-            sync_drive(self.path / "data.mdb")  # LMDB writes the page that completes a commit with O_DSYNC
+            if self._files:
+                sync_drive(self.path / "data.mdb")  # LMDB writes the page that completes a commit with O_DSYNC
         except OSError as error:
             raise UnsyncedError(f"the disk may lack what is committed (error {error.errno})") from None
 
@@ -189,7 +213,11 @@ class Environment:
 
     def disk_bytes(self) -> int:
         """Return the bytes of the disk that LMDB has for its pages, used or free."""
-        return os.stat(self.path / "data.mdb").st_blocks * 512
+        return os.stat(self.path / "data.mdb").st_blocks * 512 if self._files else self.file_bytes()
+
+    def forget_files(self) -> None:
+        """Let the files have no names: this process has them open, and no other is to find them."""
+        self._files, self.path = {}, self.path.parent
 
     def close(self) -> None:
         self._env.close()

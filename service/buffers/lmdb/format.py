@@ -19,19 +19,19 @@ gradient that a part of a push has staged, is stored as a value of its own. It m
 The databases of the LMDB environment hold:
 
     meta       b"format" -> the number of the format (`packed.FORMAT`), as text
-               b"last_id" -> the last id that a buffer or a value was given, 8 bytes
-               b"slots" -> the number of slots, free ones included, 8 bytes
+               b"last_id" -> the last id that a buffer or a value was given, 8 bytes, sealed
+               b"slots" -> the number of slots, free ones included, 8 bytes, sealed
                b"clock" -> the clock of this run of the machine: its distance from the monotonic clock in seconds, as
                            float64; the name of the run (`clock.py`); sealed
-               b"count:" and a namespace -> the number of its buffers, 8 bytes
+               b"count:" and a namespace -> the number of its buffers, 8 bytes, sealed
                b"keys:" and a namespace -> the number of its entries in `outcomes`, and the bytes that they take of
-                           the store, 8 bytes each
+                           the store, 8 bytes each, sealed
     buffers    `BufferName.joined` -> a `Record` as JSON, sealed
     values     id of a value, 8 bytes -> a small value: its elements and b"i", sealed
                                       -> a large value: slot and checksum of each chunk, 8 bytes each; what waits to be
                                          added, as JSON; the length of this JSON, 4 bytes; and b"c"; sealed
-    free       number of the transaction that freed them, 8 bytes, and a running number, 4 bytes -> slots, 8 bytes each
-    keys       digest of caller and key, 16 bytes -> the time of the request, 8 bytes
+    free       number of the freeing transaction, 8 bytes, and a running number, 4 bytes -> slots, 8 bytes each; sealed
+    keys       digest of caller and key, 16 bytes -> the time of the request, 8 bytes, sealed: an index of `outcomes`
     outcomes   time of the request, 8 bytes, and digest of caller and key -> length of the namespace, 1 byte; the
                namespace; fingerprint, and what a replay answers (`packed.pack_known`); sealed
     pushes     namespace, a zero byte and the id of a push -> the bytes that it has staged, 8 bytes; the time when the
@@ -71,6 +71,7 @@ from typing import Any
 
 from service.buffers.names import BufferName
 from service.buffers.record import Record
+from service.buffers.sealed import seal, seed_of
 
 DATABASES = ("buffers", "values", "free", "keys", "outcomes", "pushes", "deadlines", "graphs")
 """All databases but `meta`."""
@@ -92,9 +93,6 @@ USE = struct.Struct(">QQ")
 
 CLOCK = b"clock"
 """Where `meta` has the clock."""
-
-CLOCK_SEED = 1
-"""The seed of its checksum: no record has this seed, even if a damaged page calls the clock a buffer."""
 
 NUMBER = struct.Struct(">Q")
 """An id, a slot or a count."""
@@ -128,6 +126,19 @@ def key_range(namespace: str, prefix: str, after: str) -> tuple[bytes, bytes]:
     behind = BufferName(namespace, after).joined.encode() + b"\0"
     stop = own + b"\xff"  # which is in no UTF-8
     return max(own, behind), stop if namespace else min(stop, b"~")
+
+
+def keep(txn: Any, database: Any, key: bytes, data: bytes) -> None:
+    """Store data under a key, with its checksum."""
+    txn.put(key, seal(data, seed_of(key)), db=database)
+
+
+def index(txn: Any, keys: Any, outcomes: Any) -> None:
+    """Make the database `keys` again."""
+    txn.drop(keys, delete=False)
+    with txn.cursor(db=outcomes) as cursor:
+        for place in map(bytes, cursor.iternext(values=False)):  # a key that was used again has two: the newer is last
+            keep(txn, keys, place[TIME.size :], place[: TIME.size])
 
 
 def with_prefix(txn: Any, database: Any, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:

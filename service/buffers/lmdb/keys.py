@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import KEYS, TIME, USE, microseconds, with_prefix
+from service.buffers.lmdb.format import KEYS, TIME, USE, index, keep, microseconds, with_prefix
 from service.buffers.packed import digest_of, pack_known, unpack_known
 from service.buffers.record import Key, Known
 from service.buffers.sealed import seal, seed_of, unseal
@@ -40,17 +41,18 @@ class KeyReader:
         `names` are as `Transaction.recall` wants them.
         """
         digest = digest_of(key)
-        time = self._txn.get(digest, db=self._env.keys)
+        time = self._env.unseal(self._txn.get(digest, default=b"", db=self._env.keys), digest)
         if time is None:
-            return None
+            return None  # or its digest is damaged: the writer finds it
         outcome = self._outcome(bytes(time), digest)
         packed = b"" if outcome is None else outcome[1 + outcome[0] :]
         return unpack_known(packed, names) if outcome is None or TIME.unpack(time)[0] > oldest else None
 
     def damaged(self) -> int:
-        """Return the number of keys whose outcome is damaged."""
+        """Return the number of keys whose digest or outcome is damaged."""
         with self._txn.cursor(db=self._env.keys) as cursor:
-            return sum(self._outcome(bytes(time), bytes(digest)) is None for digest, time in cursor)
+            times = ((bytes(digest), self._env.unseal(sealed, digest)) for digest, sealed in cursor)
+            return sum(time is None or self._outcome(bytes(time), digest) is None for digest, time in times)
 
     def newest(self) -> float:
         """Return the time of the newest key, in seconds since 1970; 0.0 if there is no sound key."""
@@ -62,7 +64,7 @@ class KeyReader:
     def uses(self) -> dict[str, Use]:
         """Return the stored use of each namespace."""
         stored = with_prefix(self._txn, self._env.meta, KEYS)
-        return {key[len(KEYS) :].decode(errors="replace"): _unpacked(use) for key, use in stored}
+        return {key[len(KEYS) :].decode(errors="replace"): _unpacked(self._env.unseal(use, key)) for key, use in stored}
 
     def count_all(self) -> dict[str, Use]:
         """Count the entries of each namespace."""
@@ -86,15 +88,27 @@ class KeyWriter(KeyReader):
 
     def __init__(self, env: Environment, txn: Any) -> None:
         super().__init__(env, txn)
+        self._cursor = txn.cursor(db=env.keys)
         self._uses: dict[str, Use] = {}
         self._changed: set[str] = set()
+
+    def find(self, key: Key, names: Sequence[str], oldest: int) -> Known | None:
+        digest, cursor = digest_of(key), self._cursor
+        found = cursor.set_range(digest)  # a digest that has changed on the disk is still beside its place
+        is_known = cursor.key() == digest
+        near = [self._env.unseal(value, at) and bytes(at) >= digest for at, value in islice(cursor.iterprev(), 2)]
+        if near != [found, False][: len(near)] or (is_known and self._txn.get(digest, db=self._env.keys) is None):
+            index(self._txn, self._env.keys, self._env.outcomes)
+        elif not is_known:
+            return None
+        return super().find(key, names, oldest)
 
     def use(self, namespace: str) -> Use:
         """Return what the keys of a namespace take."""
         use = self._uses.get(namespace)
         if use is None:
-            stored = self._txn.get(KEYS + namespace.encode(), db=self._env.meta)
-            use = self._uses[namespace] = Use() if stored is None else _unpacked(stored)
+            stored = self._txn.get(key := KEYS + namespace.encode(), default=b"", db=self._env.meta)
+            use = self._uses[namespace] = _unpacked(self._env.unseal(stored, key))
         return use
 
     def recount(self) -> None:
@@ -108,7 +122,7 @@ class KeyWriter(KeyReader):
         place = time + digest
         sealed = seal(b"".join([bytes([len(owner)]), owner, pack_known(known)]), seed_of(place))
         self._txn.put(place, sealed, db=self._env.outcomes)
-        self._txn.put(digest, time, db=self._env.keys)
+        keep(self._txn, self._env.keys, digest, time)
         self._count(key.caller, 1, room_of(sealed))
 
     def _count(self, namespace: str, entries: int, size: int) -> None:
@@ -137,7 +151,7 @@ class KeyWriter(KeyReader):
 
     def _forget_digest(self, place: bytes) -> None:
         time, digest = place[: TIME.size], place[TIME.size :]
-        if self._txn.get(digest, db=self._env.keys) == time:  # else the key was used again
+        if self._txn.get(digest, default=b"", db=self._env.keys)[: TIME.size] == time:  # else the key was used again
             self._txn.delete(digest, db=self._env.keys)
 
     def _delete(self, cursor: Any) -> bool:
@@ -152,7 +166,7 @@ class KeyWriter(KeyReader):
         for namespace in self._changed:
             entries, size = self._uses[namespace]
             if entries > 0:
-                self._txn.put(KEYS + namespace.encode(), USE.pack(entries, max(0, size)), db=self._env.meta)
+                keep(self._txn, self._env.meta, KEYS + namespace.encode(), USE.pack(entries, max(0, size)))
             else:
                 self._txn.delete(KEYS + namespace.encode(), db=self._env.meta)
 
@@ -162,9 +176,9 @@ def _owner(outcome: memoryview) -> str:
     return bytes(outcome[1 : 1 + outcome[0]]).decode(errors="replace") if outcome else ""
 
 
-def _unpacked(stored: memoryview) -> Use:
-    """Return a stored use; nothing if it is damaged."""
-    return Use(*USE.unpack(stored)) if len(stored) == USE.size else Use()
+def _unpacked(stored: memoryview | None) -> Use:
+    """Return a stored use, nothing for None: the next start counts what is damaged."""
+    return Use(*USE.unpack(stored)) if stored else Use()
 
 
 def room_of(data: bytes | memoryview) -> int:

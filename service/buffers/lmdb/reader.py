@@ -11,32 +11,18 @@ from typing import Any, TypeVar
 
 from service.buffers.graphs import StoredGraph, unpack_graph
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import (
-    CLOCK,
-    CLOCK_SEED,
-    COUNT,
-    DATABASES,
-    DUE,
-    NUMBER,
-    TIME,
-    microseconds,
-    name_of,
-    with_prefix,
-)
+from service.buffers.lmdb.format import CLOCK, COUNT, DATABASES, DUE, NUMBER, TIME, microseconds, name_of, with_prefix
 from service.buffers.lmdb.keys import KeyReader
-from service.buffers.lmdb.pages import faults_of
+from service.buffers.lmdb.pages import BEHIND, faults_of
 from service.buffers.lmdb.pushes import PushReader
-from service.buffers.lmdb.slots import CHUNK_BYTES, slot_count, slots_in
+from service.buffers.lmdb.slots import CHUNK_BYTES, slots_in, stored_number
 from service.buffers.lmdb.values import ValueReader
 from service.buffers.names import BufferName
 from service.buffers.record import Record
-from service.buffers.sealed import SEAL_BYTES, unpack_record, unseal
+from service.buffers.sealed import SEAL_BYTES, unpack_record
 from service.errors import BufferCorrupt
 
 T = TypeVar("T")
-
-_BEHIND = b"\xff" * 512
-"""Behind a prefix, it makes a key behind all that LMDB can have with the prefix, damaged or not."""
 
 
 class Reader:
@@ -80,7 +66,7 @@ class Reader:
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
         """Yield the buffers whose joined names begin with the prefix: name and record, None if that is damaged."""
-        return self._between(self._env.buffers, prefix.encode(), prefix.encode() + _BEHIND, unpack_record)
+        return self._between(self._env.buffers, prefix.encode(), prefix.encode() + BEHIND, unpack_record)
 
     def graph(self, name: BufferName) -> StoredGraph | None:
         """Return the graph. Raises `GraphCorrupt`."""
@@ -94,14 +80,12 @@ class Reader:
 
     def sound_graphs(self, prefix: str = "") -> Iterator[tuple[BufferName, StoredGraph | None]]:
         """Yield the graphs whose joined names begin with the prefix: name and graph, None if that is damaged."""
-        return self._between(self._env.graphs, prefix.encode(), prefix.encode() + _BEHIND, unpack_graph)
+        return self._between(self._env.graphs, prefix.encode(), prefix.encode() + BEHIND, unpack_graph)
 
     def _between(
         self, database: Any, start: bytes, stop: bytes, unpack: Callable[[BufferName, memoryview], T]
     ) -> Iterator[tuple[BufferName, T | None]]:
         """Yield what has keys from `start` up to, but without, `stop`: name and content, None if it is damaged."""
-        if database is None:  # graphs in a store of format 6, which is only read
-            return
         with self._txn.cursor(db=database) as cursor:
             if not cursor.set_range(start):
                 return
@@ -117,7 +101,7 @@ class Reader:
     def stored_clock(self) -> bytes:
         """Return what `meta` has of the clock, b"" if it is missing or damaged."""
         sealed = self._txn.get(CLOCK, default=b"", db=self._env.meta)
-        return bytes(unseal(sealed, CLOCK_SEED) or b"")
+        return bytes(self._env.unseal(sealed, CLOCK) or b"")
 
     def adds_up(self) -> bool:
         """Return whether the sums of all counts are right."""
@@ -126,9 +110,9 @@ class Reader:
         return buffers == entries["buffers"] and keys == entries["outcomes"]
 
     def counts(self) -> dict[str, int]:
-        """Return the stored count of buffers of each namespace."""
-        stored = with_prefix(self._txn, self._env.meta, COUNT)  # a damaged count may have any length
-        return {key[len(COUNT) :].decode(errors="replace"): int.from_bytes(count, "big") for key, count in stored}
+        """Return the stored count of buffers of each namespace, 0 if it is damaged."""
+        stored = ((key, self._env.unseal(each, key)) for key, each in with_prefix(self._txn, self._env.meta, COUNT))
+        return {key[len(COUNT) :].decode(errors="replace"): int.from_bytes(data or b"", "big") for key, data in stored}
 
     def count_all(self) -> dict[str, int]:
         """Count the buffers of each namespace."""
@@ -142,12 +126,12 @@ class Reader:
 
     def slot_count(self) -> int:
         """Return the number of slots, free slots included."""
-        return slot_count(self._env, self._txn)
+        return stored_number(self._env, self._txn, b"slots")
 
     def free_slots(self) -> list[int]:
-        """Return the slots that no value uses."""
+        """Return the slots that no value uses, -1 for some that are lost."""
         with self._txn.cursor(db=self._env.free) as cursor:
-            return [slot for slots in cursor.iternext(keys=False) for slot in slots_in(slots).tolist()]
+            return [slot for entry in cursor for slot in slots_in(self._env, entry).tolist() or [-1]]
 
     def damaged_pages(self) -> list[str]:
         """Return a line for each damaged page of LMDB."""
@@ -164,7 +148,7 @@ class Reader:
     def bytes_in_use(self) -> int:
         """Return the bytes of LMDB's pages in use and of the slots in use, which GRADSERVE_STORE_BYTES limits."""
         with self._txn.cursor(db=self._env.free) as cursor:
-            free = sum(len(slots) // NUMBER.size for slots in cursor.iternext(keys=False))
+            free = sum((len(slots) - SEAL_BYTES) // NUMBER.size for slots in cursor.iternext(keys=False))
         return self.pages_in_use() + (self.slot_count() - free) * CHUNK_BYTES
 
     def entries(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ from service.buffers.lmdb.clock import clock_of
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import due_entry
 from service.buffers.lmdb.reader import Reader
-from service.buffers.lmdb.slots import CHUNK_BYTES
+from service.buffers.lmdb.slots import CHUNK_BYTES, stored_number
 from service.buffers.lmdb.values import StoredGradient
 from service.buffers.pushes import DRAFT
 from service.buffers.readonly import WRONG
@@ -51,15 +51,17 @@ class LmdbMoment(Reader):
         yield from pushes
         yield f"{self.entries()['keys']} idempotency keys"
         if damaged := self.keys.damaged():
-            yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one of them fails"
+            yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one is found all the same, or fails"
         yield from self._miscounted()
         yield from self._unscheduled()
         for value in sorted(set(self.value_ids()) - slots.keys()):
             yield f"{WRONG}value {value} belongs to no buffer and no graph that can be read"
         for slot in sorted({slot for slot, count in used.items() if count > 1} | used.keys() & set(free)):
             yield f"{WRONG}slot {slot} has more than one use"
-        for slot in sorted(slot for slot in free if not 0 <= slot < total):
-            yield f"{WRONG}slot {slot} is said to be free, but there are {total}"
+        for slot in sorted(slot for slot in {*used, *free} if not 0 <= slot < total):
+            yield f"{WRONG}the slots in use or free are damaged: {slot} is none of the {total}"
+        if (largest := max(slots, default=0)) > (last := stored_number(self._env, self._txn, b"last_id")):
+            yield f"{WRONG}the value {largest} is in use, but {last} should be the last"
 
     def _pushes(self, slots: dict[int, list[int]]) -> Iterator[str]:
         """Yield lines about incomplete pushes. Add to `slots` those of what they have staged, by the ids of values."""

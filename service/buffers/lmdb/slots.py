@@ -13,10 +13,11 @@ import struct
 from pathlib import Path
 from typing import Any, Protocol
 
+import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from service.buffers.lmdb.format import NUMBER
+from service.buffers.lmdb.format import NUMBER, keep
 from service.buffers.room import store_full
 from service.errors import StoreFull
 from service.host.files import open_regular
@@ -53,6 +54,8 @@ class Databases(Protocol):
     free: Any
     file: SlotFile
     max_bytes: int
+
+    def unseal(self, sealed: memoryview, key: memoryview | bytes) -> memoryview | None: ...
 
     def oldest_reader(self) -> int | None:
         """Return the transaction whose state the slowest reader sees; None if there are no readers."""
@@ -113,15 +116,18 @@ class SlotFile:
         os.close(self._fd)
 
 
-def slots_in(entry: memoryview) -> npt.NDArray[np.int64]:
-    """Return the slots of an entry of the free list. Damage may have changed its length."""
-    return np.frombuffer(entry, "<i8", len(entry) // NUMBER.size)
+def slots_in(env: Databases, entry: tuple[memoryview, memoryview]) -> npt.NDArray[np.int64]:
+    """Return the slots of an entry of the free list, none if it is damaged: they are lost."""
+    slots = env.unseal(entry[1], entry[0]) or b""
+    return np.frombuffer(slots, "<i8", len(slots) // NUMBER.size)
 
 
-def slot_count(env: Databases, txn: Any) -> int:
-    """Return the number of slots, free slots included."""
-    stored = txn.get(b"slots", db=env.meta)
-    return 0 if stored is None else int(NUMBER.unpack(stored)[0])
+def stored_number(env: Databases, txn: Any, name: bytes) -> int:
+    """Return b"last_id", or b"slots", which counts free slots, too. Raises lmdb.CorruptedError if it is damaged."""
+    data = env.unseal(txn.get(name, default=b"", db=env.meta), name)
+    if data is None:
+        raise lmdb.CorruptedError(f"its number {name.decode()!r} is lost")
+    return int.from_bytes(data, "big")
 
 
 class Slots:
@@ -161,16 +167,16 @@ class Slots:
         for freed_by, slots in ((self._txn.id(), self._freed), (0, self._spare)):
             for start in range(0, len(slots), _MOST_IN_FREE):
                 part = np.array(slots[start : start + _MOST_IN_FREE], "<i8").tobytes()
-                self._txn.put(self._unused_key(freed_by), part, db=self._env.free)
+                keep(self._txn, self._env.free, self._unused_key(freed_by), part)
         if self._fresh:
             self._env.file.sync()
 
     def give_back(self) -> None:
         """Give all slots that a transaction could take back to the disk."""
-        last, count = self._last_reusable(), slot_count(self._env, self._txn)
+        last, count = self._last_reusable(), stored_number(self._env, self._txn, b"slots")
         with self._txn.cursor(db=self._env.free) as cursor:
             entries = itertools.takewhile(lambda entry: _FREE_KEY.unpack(entry[0])[0] <= last, cursor)
-            free = np.concatenate([np.empty(0, "<i8"), *(slots_in(slots) for _, slots in entries)])
+            free = np.concatenate([np.empty(0, "<i8"), *(slots_in(self._env, entry) for entry in entries)])
         self._env.file.give_back(free[(free >= 0) & (free < count)], count)
 
     def _unused_key(self, freed_by: int) -> bytes:
@@ -190,10 +196,9 @@ class Slots:
         with self._txn.cursor(db=self._env.free) as cursor:
             if not cursor.first() or _FREE_KEY.unpack(cursor.key())[0] > self._last_reusable():
                 return []
-            slots = slots_in(cursor.value()).tolist()
+            slots = np.sort(slots_in(self._env, cursor.item()))[::-1]
             cursor.delete()
-        count = slot_count(self._env, self._txn)
-        return sorted((slot for slot in slots if 0 <= slot < count), reverse=True)  # other numbers are damage
+        return list(slots[(slots >= 0) & (slots < stored_number(self._env, self._txn, b"slots"))].tolist())
 
     def _last_reusable(self) -> int:
         """Return the last transaction whose freed slots are reusable."""
@@ -202,12 +207,12 @@ class Slots:
 
     def _beyond(self) -> list[int]:
         """Return a new slot behind all others. Raises `StoreFull`."""
-        count = slot_count(self._env, self._txn)
+        count = stored_number(self._env, self._txn, b"slots")
         if (count + 1) * CHUNK_BYTES > self._env.max_bytes:
             raise store_full(self._env.max_bytes)
         if not self._env.file.has_room(CHUNK_BYTES):
             raise disk_full()
-        self._txn.put(b"slots", NUMBER.pack(count + 1), db=self._env.meta)
+        keep(self._txn, self._env.meta, b"slots", NUMBER.pack(count + 1))
         return [count]
 
 

@@ -11,7 +11,7 @@ from service.buffers.closing import close_if_due
 from service.buffers.gradients import Gradient
 from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.environment import MARGIN_BYTES, Environment
-from service.buffers.lmdb.format import COUNT, DUE, NUMBER, TIME, due_entry, key_range, microseconds, name_of
+from service.buffers.lmdb.format import COUNT, DUE, NUMBER, TIME, due_entry, keep, key_range, microseconds, name_of
 from service.buffers.lmdb.keys import KeyWriter
 from service.buffers.lmdb.pushes import PushWriter
 from service.buffers.lmdb.slots import CHUNK_BYTES, RESERVE_BYTES, disk_full
@@ -117,8 +117,8 @@ class LmdbTransaction(Staging):
     def _count(self, namespace: str) -> int:
         if namespace in self._counts:
             return self._counts[namespace]
-        stored = self._txn.get(COUNT + namespace.encode(), db=self._env.meta)
-        return 0 if stored is None else int(NUMBER.unpack(stored)[0])
+        stored = self._txn.get(key := COUNT + namespace.encode(), default=b"", db=self._env.meta)
+        return int.from_bytes(self._env.unseal(stored, key) or b"", "big")  # the next start counts what is damaged
 
     def remove(self, record: Record) -> None:
         self.remove_damaged(record.full_name)
@@ -179,7 +179,7 @@ class LmdbTransaction(Staging):
     def advance(self) -> None:
         """Write, so that LMDB counts this transaction: freed slots are reusable two transactions later."""
         self.writes += 1
-        self._txn.put(b"slots", NUMBER.pack(self.slot_count()), db=self._env.meta)
+        keep(self._txn, self._env.meta, b"slots", NUMBER.pack(self.slot_count()))
 
     def finish(self, now: float) -> None:
         """Bring large values to the disk, and store what all requests changed: the commit may follow."""
@@ -194,7 +194,7 @@ class LmdbTransaction(Staging):
                 record.__dict__["packed_bytes"] = len(sealed) - SEAL_BYTES
         for namespace, count in self._counts.items():
             if count:
-                self._txn.put(COUNT + namespace.encode(), NUMBER.pack(count), db=self._env.meta)
+                keep(self._txn, self._env.meta, COUNT + namespace.encode(), NUMBER.pack(count))
             else:
                 self._txn.delete(COUNT + namespace.encode(), db=self._env.meta)
         self.keys.finish()

@@ -12,14 +12,15 @@ import sys
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import lmdb
 import numpy as np
 import xxhash
 
 from service.buffers import failpoints
 from service.buffers.gradients import Dense, Gradient, add_piece, stored_bytes
 from service.buffers.lmdb.caches import CachedValue, ValueCache
-from service.buffers.lmdb.format import NUMBER
-from service.buffers.lmdb.slots import CHUNK_BYTES, Databases, Slots
+from service.buffers.lmdb.format import NUMBER, keep
+from service.buffers.lmdb.slots import CHUNK_BYTES, Databases, Slots, stored_number
 from service.buffers.lmdb.sums import is_sum, may_be_sum
 from service.buffers.lmdb.values import (
     ZEROS,
@@ -289,7 +290,8 @@ class ValueWriter(ValueReader):
 
     def new_id(self) -> int:
         """Return a number that no buffer and no value ever had."""
-        last = self._txn.get(b"last_id", db=self._env.meta)
-        value: int = 1 + (0 if last is None else NUMBER.unpack(last)[0])
-        self._txn.put(b"last_id", NUMBER.pack(value), db=self._env.meta)
+        value = stored_number(self._env, self._txn, b"last_id") + 1
+        if self._txn.get(NUMBER.pack(value), db=self._env.values) is not None:
+            raise lmdb.CorruptedError(f"it has a value {value}, but {value - 1} should be the last")
+        keep(self._txn, self._env.meta, b"last_id", NUMBER.pack(value))
         return value

@@ -22,7 +22,7 @@ from service.buffers.postgres.failures import as_operator_error
 from service.buffers.postgres.graphs import ALL_GRAPHS, model_of, unpacked
 from service.buffers.postgres.pushes import ALL_PUSHES, values_of
 from service.buffers.postgres.schema import has_tables
-from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, HAS_TABLE, NOW, VERSION
+from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, NOW, VERSION
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
 from service.buffers.sealed import unpack_record
@@ -107,8 +107,7 @@ class PostgresMoment:
         yield numbers
 
     def sound_graphs(self, prefix: str = "") -> Iterator[tuple[BufferName, StoredGraph | None]]:
-        if self._connection.ask(HAS_TABLE("graphs")) == [(True,)]:  # else it is a store of format 6
-            yield from unpacked(self._connection.ask(ALL_GRAPHS(prefix)))
+        yield from unpacked(self._connection.ask(ALL_GRAPHS(prefix)))
 
     def model(self, graph: StoredGraph) -> Iterator[Array]:
         with _operator_errors(), self._connection.transaction(force_rollback=True):

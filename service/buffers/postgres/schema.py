@@ -93,16 +93,13 @@ create table keys (
     outcome bytea not null,
     primary key (digest, at)
 ) partition by range (at);
-insert into meta values ({FORMAT});
-"""
-
-_GRAPHS = b"""
-create table if not exists graphs (
+create table graphs (
     namespace text collate "C" not null,
     name text collate "C" not null,
     record bytea not null,
     primary key (namespace, name)
-)
+);
+insert into meta values ({FORMAT});
 """
 
 _COUNTS = b"""
@@ -116,14 +113,13 @@ create unlogged table if not exists counts (
 
 
 def prepare(database: Database) -> None:
-    """Make the tables that are not there, in a store of format 6, too. Raises `StoreFailed` for other formats."""
+    """Make the tables that are not there, or bring an older store over. Raises `StoreFailed` for other formats."""
     with database.transaction() as connection:
         check_settings(database, connection)
         connection.ask(_LOCK())
         if not has_tables(connection, database.schema):
             connection.execute(sql.SQL("create schema if not exists {}").format(sql.Identifier(database.schema)))
             connection.execute(_TABLES.encode())
-        connection.execute(_GRAPHS)
         connection.execute(f"update meta set version = {FORMAT} where version < {FORMAT}".encode())
         connection.execute(_COUNTS)
 

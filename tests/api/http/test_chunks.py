@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from service.api.http.framing import MAX_HEAD_BYTES, MAX_HEADERS
+from service.api.http.framing import MAX_HEAD_BYTES, MAX_HEADERS, ChunkedBody, HeadReader, Incoming
 from tests.api.http.test_endings import assert_lives, secure
 from tests.api.test_body import Connection
 from tests.serving import serving
@@ -109,3 +110,57 @@ def test_invalid_and_very_long_lines_are_refused(ways: list[Open], case: str) ->
     for answer in answers(ways, sent):
         assert answer.startswith(b"HTTP/1.1 400")
         assert words in answer
+
+
+BLANKS = {
+    "of one byte": b"1\r\n \r\n" * 40_000,
+    "of sizes in several forms": b"1\r\n \r\n01\r\n \r\n001\t\r\n \r\n" * 10_000,
+    "with extensions": b'1;a="b"\r\n \r\n' * 20_000,
+    "of 17 bytes": (b"11\r\n" + b" " * 17 + b"\r\n") * 20_000,
+}
+
+
+@pytest.mark.parametrize("case", BLANKS)
+def test_other_connections_have_their_turn_during_small_chunks(
+    ways: list[Open], case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, take = [0], ChunkedBody.take
+
+    def counted(body: ChunkedBody, incoming: Incoming) -> bytes:
+        asyncio.get_running_loop().call_soon(taken.append, 0)  # a turn of the loop begins
+        piece = take(body, incoming)
+        taken[-1] += len(piece)
+        return piece
+
+    monkeypatch.setattr(ChunkedBody, "take", counted)
+    sent = chunked().replace(HEAD, HEAD + BLANKS[case])
+    for answer in answers(ways, sent):
+        assert answer.startswith(b"HTTP/1.1 200")
+    blanks = BLANKS[case].count(b" ")
+    assert sum(taken) == len(ways) * (blanks + len(BODY))
+    assert max(taken) * BLANKS[case].count(b"\r\n") <= 1000 * 2 * blanks
+
+
+def test_other_connections_have_their_turn_during_blank_lines(
+    ways: list[Open], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, take = [0], HeadReader.take
+
+    def counted(reader: HeadReader, incoming: Incoming) -> object:
+        asyncio.get_running_loop().call_soon(taken.append, 0)
+        taken[-1] += 1
+        return take(reader, incoming)
+
+    monkeypatch.setattr(HeadReader, "take", counted)
+    for answer in answers(ways, b"\r\n" * 30_000 + chunked()):
+        assert answer.startswith(b"HTTP/1.1 200")
+    assert max(taken) <= 100
+
+
+def test_a_client_may_close_its_direction_behind_small_chunks(ways: list[Open]) -> None:
+    """Over TCP and a UNIX socket; TLS cannot close one direction."""
+    for open_way in ways[:2]:
+        with open_way() as connection:
+            connection.sendall(chunked().replace(HEAD, HEAD + BLANKS["of one byte"]))
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
