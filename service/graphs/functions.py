@@ -56,7 +56,8 @@ def inlined(nodes: Sequence[Node], functions: Functions, most: int, budget: Budg
 
 def _body(call: Node, function: Function, budget: Budget) -> list[Node]:
     """Return the nodes of a function, with the tensors and the attributes of a call."""
-    budget.take(0, len(function.inputs) + len(function.outputs) + len(function.defaults))
+    names = len(function.inputs) + len(function.outputs) + len(function.defaults)
+    budget.take(names * FIELD_BYTES, names)
     given = dict(zip(function.inputs, [*call.inputs, *[""] * len(function.inputs)], strict=False))
     results = dict(zip(function.outputs, call.outputs, strict=False))
     prefix = f"{next(filter(None, call.outputs), call.name)}/{call.op}/"
@@ -68,9 +69,10 @@ def _body(call: Node, function: Function, budget: Budget) -> list[Node]:
     nodes = list[Node]()
     for node in function.nodes:
         texts, length = [*node.inputs, *node.outputs, *node.attributes, node.name], len(prefix) + len(call.name)
-        budget.take(sum(map(len, texts)) + len(texts) * (FIELD_BYTES + length), len(texts))
-        inputs, outputs = tuple(map(name_of, node.inputs)), tuple(map(name_of, node.outputs))
         values = _attributes(node, known)
+        items = sum(len(value) for value in values.values() if isinstance(value, list))
+        budget.take(sum(map(len, texts)) + len(texts) * (FIELD_BYTES + length) + 8 * items, len(texts) + items)
+        inputs, outputs = tuple(map(name_of, node.inputs)), tuple(map(name_of, node.outputs))
         nodes.append(Node(node.op, node.domain, node.version, inputs, outputs, values, f"{call.name}/{node.name}"))
     direct = [(given[name], target) for name, target in results.items() if name in given and target]
     return nodes + [Node("Identity", "", call.version, (old,), (new,), {}, call.name) for old, new in direct]

@@ -97,8 +97,8 @@ def _floats(message: Message, name: str) -> list[float]:
 
 
 def _listed(message: Message, numbers: Array) -> Array:
-    """Return the numbers, when there is memory for a list of them."""
-    message.budget.take(ITEM_BYTES * numbers.size, 0)
+    """Return the numbers, when there is memory for a list of them. Each counts as a field."""
+    message.budget.take(ITEM_BYTES * numbers.size, numbers.size)
     return numbers
 
 
@@ -107,6 +107,10 @@ def with_defaults(node: Node, dtypes: Mapping[str, DType] = {}) -> Node:
 
     Raises `InvalidGraph` if it is not as ONNX says or, for what ONNX does not know, as our operators are declared.
     """
+    longest = max((len(value) for value in node.attributes.values() if isinstance(value, list)), default=0)
+    if longest > 2 * MAX_RANK:
+        problem = f"{node.label} has an attribute of {longest} items; the limit is {2 * MAX_RANK}, two for each axis"
+        raise InvalidGraph(problem, limit=2 * MAX_RANK)
     declared = (None if node.domain else _declared(node.op, node.version)) or _ours(node.op)
     given = [k for k, name in enumerate(node.inputs) if name]
     if len(node.inputs) > declared.most_inputs or not {*declared.needed}.issubset(given):

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from service.dtypes import Array, compute_dtype
-from service.errors import ShapeMismatch, shown
+from service.errors import InvalidGraph, ShapeMismatch, shown
 from service.graphs.nodes.elementwise import apply, converted, shared_dtype
 from service.graphs.nodes.shapes import contiguous
-from service.graphs.nodes.table import function_of, maker
+from service.graphs.nodes.table import Function, function_of, maker
+from service.graphs.plan import Node
 from service.kernels import OPERATORS, check_work, claim
 
 MAX_OPERANDS = 32
@@ -60,13 +61,15 @@ def _gemm(
     return apply(np.add, product, C if beta == 1 else apply(lambda x, out: np.multiply(x, beta, out=out), C))
 
 
-maker("Einsum")(lambda node: partial(einsum, node.attributes["equation"]))
+@maker("Einsum")
+def _einsum(node: Node) -> Function:
+    if len(node.inputs) > MAX_OPERANDS:
+        raise InvalidGraph(f"there are {len(node.inputs)} operands; the limit is {MAX_OPERANDS}", limit=MAX_OPERANDS)
+    return partial(einsum, node.attributes["equation"])
 
 
 def einsum(equation: str, *operands: Array) -> Array:
     """Return the sum of products, taken two operands at a time. Raises `TensorTooLarge` for too much work."""
-    if len(operands) > MAX_OPERANDS:
-        raise ShapeMismatch(f"there are {len(operands)} operands; the limit is {MAX_OPERANDS}")
     *terms, result = letters(equation, operands)
     dtype = shared_dtype(*operands)
     claim(sum(one.size for one in operands) * compute_dtype(dtype).itemsize)

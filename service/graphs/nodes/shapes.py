@@ -14,8 +14,7 @@ from service.errors import InvalidTensor, ShapeMismatch, shown
 from service.graphs.nodes.table import Function, dtype_of, function_of, maker
 from service.graphs.plan import Node
 from service.kernels import OPERATORS, claim, spare_memory
-
-MAX_RANK = 64
+from service.limits import MAX_RANK
 
 
 def new(shape: Sequence[int], dtype: DType) -> Array:
