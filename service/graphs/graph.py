@@ -25,8 +25,11 @@ from service.graphs.plan import Node, Plan, paced
 from service.graphs.training import Program, program_of
 from service.kernels import OPERATORS, Attribute, Operator, Tensor
 
-MAX_PLANS = 4
-"""Plans of a graph that are kept: one for each choice of outputs."""
+MAX_PLANS = 3
+"""Plans of a graph that are kept: one for each choice of outputs. Each takes up to a quarter of the graph's own memory."""
+
+MAX_COMPARED = 16
+"""The most outputs of a graph whose plans say which inputs all of them need."""
 
 MAX_MEMBER_CHARACTERS = 100
 """Characters of a tensor's name in a group. A buffer's name has it behind a prefix."""
@@ -111,7 +114,7 @@ class Graph:
         return replace(self._operator, name=name)
 
     def _declared(self, formula: str, *, is_random: bool) -> Operator:
-        outputs = self._outputs[""] if len(self._outputs[""]) <= MAX_PLANS else []
+        outputs = self._outputs[""] if len(self._outputs[""]) <= MAX_COMPARED else []
         every = [Plan(self._program.steps, {}, [port.value.name]).inputs for port in outputs]
         needed = frozenset.intersection(*every) if every else frozenset()
         return Operator(

@@ -71,13 +71,13 @@ class Plan:
 
     def __init__(self, steps: Iterable[Step], constants: Mapping[str, Any], outputs: Sequence[str]) -> None:
         self.outputs = tuple(outputs)
-        needed, kept = set(outputs), list[tuple[Step, list[str]]]()
+        needed, kept = set(outputs), list[tuple[Step, tuple[str, ...]]]()
         for step in paced(reversed([*steps]), STEP_BYTES):
             if needed.isdisjoint(step.outputs):
                 continue
             # What no later step reads dies here: the inputs that are read last, and the outputs that nobody wants.
             dying = {name for name in (*step.inputs, *step.outputs) if name and name not in needed} - constants.keys()
-            kept.append((step, [*dying]))
+            kept.append((step, (*dying,)))
             needed |= {*step.inputs}
         self.steps = kept[::-1]
         """Each step, and the tensors that die after it."""

@@ -49,8 +49,7 @@ class Budget:
         """Count fields, and bytes of memory. Raises `InvalidGraph` beyond `MAX_FIELDS`, and what `claim` raises."""
         self.left -= fields
         if self.left < 0:
-            problem = f"the file has more than {MAX_FIELDS} fields and items of lists, with those of functions"
-            problem += " at each call"
+            problem = f"the file has more than {MAX_FIELDS} fields, with those of functions at each call"
             raise InvalidGraph(problem, limit=MAX_FIELDS)
         self._owed += size
         if self._owed > UNCOUNTED_BYTES or fields > MAX_CHARACTERS:

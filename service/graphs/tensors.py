@@ -97,8 +97,8 @@ def _floats(message: Message, name: str) -> list[float]:
 
 
 def _listed(message: Message, numbers: Array) -> Array:
-    """Return the numbers, when there is memory for a list of them. Each counts as a field."""
-    message.budget.take(ITEM_BYTES * numbers.size, numbers.size)
+    """Return the numbers, when there is memory for a list of them."""
+    message.budget.take(ITEM_BYTES * numbers.size, 0)
     return numbers
 
 
