@@ -26,7 +26,7 @@ from service.graphs.training import Program, program_of
 from service.kernels import OPERATORS, Attribute, Operator, Tensor
 
 MAX_PLANS = 3
-"""Plans of a graph that are kept: one for each choice of outputs. Each takes up to a quarter of the graph's own memory."""
+"""Plans of a graph that are kept: one for each choice of outputs. Each takes up to a quarter of the graph's memory."""
 
 MAX_COMPARED = 16
 """The most outputs of a graph whose plans say which inputs all of them need."""

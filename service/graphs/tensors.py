@@ -161,8 +161,8 @@ def _ours(op: str) -> _Declared:
         return _Declared(range(least), most[0], 1, most[1])
     inputs, outputs = OPERATORS[op].inputs, OPERATORS[op].outputs
     needed = [k for k, one in enumerate(inputs) if not one.optional and not (op in POOLS and one.name == "shape")]
-    most = (sys.maxsize if tensors[-1].group else len(tensors) for tensors in (inputs, outputs))
-    return _Declared(needed, next(most), 1, next(most))
+    counts = [sys.maxsize if tensors[-1].group else len(tensors) for tensors in (inputs, outputs)]
+    return _Declared(needed, counts[0], 1, counts[1])
 
 
 @cache

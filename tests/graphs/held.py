@@ -143,6 +143,7 @@ def measure(shape: str, count: int = 2) -> dict[str, float]:
     Graph.read(many_weights(3), loss="t3")
     content, claims, gaps = SHAPES[shape](), list[int](), list[float]()
     loss = "loss" if shape == "a training graph" else None
+    last = time.thread_time()
 
     def claim(size: int) -> None:
         nonlocal last
