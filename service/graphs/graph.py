@@ -180,7 +180,7 @@ class Graph:
 
 
 def _held(graph: Graph) -> Iterator[object]:
-    """Yield all that a graph holds, once, but for what all graphs share."""
+    """Yield all that a graph holds and that it does not share with others, once."""
     seen, left = {*map(id, OPERATORS.values())}, list[Any]([graph])
     while left:
         one = left.pop()
