@@ -170,7 +170,7 @@ class Meter:
 
     def add(self, value: Any) -> None:
         """Count a tensor that a step leaves."""
-        owner = _owner(value)
+        owner = value if getattr(value, "base", None) is None else _owner(value)
         if (key := id(owner)) in self._views:
             self._views[key] += 1
         else:
@@ -179,7 +179,7 @@ class Meter:
 
     def drop(self, value: Any) -> None:
         """Count a tensor no more."""
-        owner = _owner(value)
+        owner = value if getattr(value, "base", None) is None else _owner(value)
         self._views[key := id(owner)] -= 1
         if not self._views[key]:
             del self._views[key]
