@@ -152,6 +152,7 @@ async def put_graph(call: CurrentCall, name: str, query: Annotated[PutQuery, Que
     _check_type(call)
     content = await read_body(call)
     options = {each: value for each in ("loss", "train") if (value := getattr(query, each)) is not None}
+    call.start_clock()
     put, key, graph = await call.offload(False, _read, call, name, content, options)
     changes = _weights(call, graph, query.sets) if query.sets else []
     outcome = await call.submit(changes, key, graph=put)

@@ -29,8 +29,8 @@ class Arena:
         size = math.prod(shape) * dtype.itemsize
         if size < MIN_REUSED_BYTES:
             return np.empty(shape, dtype)
-        lease = _Lease(self, self._take(size))
-        return np.asarray(lease)[:size].view(dtype).reshape(shape)
+        lease = _Lease(self, self._take(size), size)
+        return np.asarray(lease).view(dtype).reshape(shape)
 
     @property
     def free_bytes(self) -> int:
@@ -59,12 +59,12 @@ class Arena:
 
 
 class _Lease:
-    """Owns `memory` while an array views it: NumPy keeps the object behind `__array_interface__` alive."""
+    """Owns `memory` while an array views `size` bytes: NumPy keeps the object behind `__array_interface__` alive."""
 
-    def __init__(self, arena: Arena, memory: Array) -> None:
+    def __init__(self, arena: Arena, memory: Array, size: int) -> None:
         self._arena = arena
         self._memory = memory
-        self.__array_interface__ = memory.__array_interface__
+        self.__array_interface__ = {**memory.__array_interface__, "shape": (size,)}
 
     def __del__(self) -> None:
         self._arena.give_back(self._memory)

@@ -13,7 +13,7 @@ from service.errors import InvalidGraph, ShapeMismatch, shown
 from service.graphs.gradients.tape import Tape, completed, dependent, differentiate, without_rule
 from service.graphs.model import Model, Value
 from service.graphs.nodes import step_of
-from service.graphs.plan import Node, Step
+from service.graphs.plan import NODE_BYTES, Node, Step, paced
 from service.graphs.training import Program, statistics_of
 from service.graphs.weights import parameters_of
 
@@ -57,9 +57,9 @@ def training_of(model: Model, loss: str, train: str | None = None) -> Program:
         labels = ", ".join(shown(node.label) for node in lacking[:MAX_LISTED])
         problem = f"on the way to the loss, these nodes have no gradient: {labels}"
         raise InvalidGraph(f"{problem}. train= can leave out the parameters before them", nodes=labels)
-    steps = [*map(step_of, nodes)]
+    steps = [*map(step_of, paced(nodes, NODE_BYTES))]
     steps[len(model.nodes) : len(model.nodes)] = checks
-    tape = Tape(steps)
+    tape = Tape(steps, model.budget)
     gradients = differentiate(tape, nodes, value.name, chosen)
     _check_reached(gradients, train or "*", chosen)
     statistics = statistics_of(nodes, tensors)
@@ -137,6 +137,7 @@ def _in_training(node: Node, on_the_way: set[str], constants: Collection[str]) -
 def _check_reached(gradients: Collection[str], train: str, chosen: Collection[str]) -> None:
     if not chosen:
         raise InvalidGraph("the model has no weights: name the inputs that are parameters with train=")
-    named = [name for name in chosen if name not in gradients and name in map(str.strip, train.split(","))]
+    patterns = {*map(str.strip, train.split(","))}
+    named = [name for name in chosen if name not in gradients and name in patterns]
     if named or not gradients:
         raise InvalidGraph(f"the loss does not depend on {shown(', '.join(named or chosen))}, which train= chooses")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 from service.errors import InvalidGraph
 from service.graphs.plan import Node
+from service.graphs.protobuf import FIELD_BYTES, Budget
 
 MAX_DEPTH = 16
 """Functions that call each other, one inside the other."""
@@ -29,13 +30,16 @@ class Function:
     defaults: Mapping[str, Any]
 
 
-def inlined(nodes: Sequence[Node], functions: Mapping[tuple[str, str], Function], most: int) -> list[Node]:
+Functions: TypeAlias = Mapping[tuple[str, str], Function]
+
+
+def inlined(nodes: Sequence[Node], functions: Functions, most: int, budget: Budget) -> list[Node]:
     """Return the nodes, without calls of functions. Raises `InvalidGraph` for more than `most` nodes and calls."""
-    budget = iter(range(most))
+    left = iter(range(most))
 
     def expand(nodes: Sequence[Node], depth: int) -> Iterator[Node]:
         for node in nodes:
-            if next(budget, None) is None:
+            if next(left, None) is None:
                 raise InvalidGraph(f"the model has more than {most} nodes with those of its functions", limit=most)
             function = functions.get((node.domain, node.op))
             if depth == 0 and any(isinstance(one, Reference) for one in node.attributes.values()):
@@ -45,35 +49,35 @@ def inlined(nodes: Sequence[Node], functions: Mapping[tuple[str, str], Function]
             elif depth == MAX_DEPTH:
                 raise InvalidGraph(f"functions call each other more than {MAX_DEPTH} times, the last one {node.label}")
             else:
-                yield from expand(_body(node, function), depth + 1)
+                yield from expand(_body(node, function, budget), depth + 1)
 
     return [*expand(nodes, 0)]
 
 
-def _body(call: Node, function: Function) -> list[Node]:
+def _body(call: Node, function: Function, budget: Budget) -> list[Node]:
     """Return the nodes of a function, with the tensors and the attributes of a call."""
+    names = len(function.inputs) + len(function.outputs) + len(function.defaults)
+    budget.take(names * FIELD_BYTES, names)
     given = dict(zip(function.inputs, [*call.inputs, *[""] * len(function.inputs)], strict=False))
     results = dict(zip(function.outputs, call.outputs, strict=False))
     prefix = f"{next(filter(None, call.outputs), call.name)}/{call.op}/"
+    known = {**function.defaults, **call.attributes}
 
     def name_of(name: str) -> str:
         return given[name] if name in given else results.get(name) or (name and prefix + name)
 
-    nodes = [
-        replace(
-            node,
-            inputs=tuple(map(name_of, node.inputs)),
-            outputs=tuple(map(name_of, node.outputs)),
-            attributes=_attributes(node, call, function),
-            name=f"{call.name}/{node.name}".strip("/"),
-        )
-        for node in function.nodes
-    ]
+    nodes = list[Node]()
+    for node in function.nodes:
+        texts, length = [*node.inputs, *node.outputs, *node.attributes, node.name], len(prefix) + len(call.name)
+        values = _attributes(node, known)
+        items = sum(len(value) for value in values.values() if isinstance(value, list))
+        budget.take(sum(map(len, texts)) + len(texts) * (FIELD_BYTES + length) + 8 * items, len(texts) + items)
+        inputs, outputs = tuple(map(name_of, node.inputs)), tuple(map(name_of, node.outputs))
+        nodes.append(Node(node.op, node.domain, node.version, inputs, outputs, values, f"{call.name}/{node.name}"))
     direct = [(given[name], target) for name, target in results.items() if name in given and target]
     return nodes + [Node("Identity", "", call.version, (old,), (new,), {}, call.name) for old, new in direct]
 
 
-def _attributes(node: Node, call: Node, function: Function) -> dict[str, Any]:
-    known = {**function.defaults, **call.attributes}
+def _attributes(node: Node, known: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: known.get(one.name) if isinstance(one, Reference) else one for name, one in node.attributes.items()}
     return {name: value for name, value in values.items() if value is not None}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from sys import getrefcount, getsizeof
+from types import CodeType, FunctionType, ModuleType
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -15,17 +18,18 @@ from annotated_types import Ge, Lt
 from service.dtypes import INT64, NAMES, Array, Kind
 from service.errors import DtypeMismatch, InvalidGraph, MissingTensor, ShapeMismatch, shown
 from service.graphs.forward import training_of
-from service.graphs.model import DEFAULT_LIMITS, GraphLimits, Value, read
+from service.graphs.model import DEFAULT_LIMITS, GraphLimits, Value, name_of, read
 from service.graphs.nodes import SEED
-from service.graphs.plan import Node, Plan
+from service.graphs.nodes.shapes import contiguous
+from service.graphs.plan import Node, Plan, paced
 from service.graphs.training import Program, program_of
-from service.kernels import Attribute, Operator, Tensor
+from service.kernels import OPERATORS, Attribute, Operator, Tensor
 
-STEP_BYTES = 1 << 11
-"""Bytes of memory for a step, with its place in plans."""
+MAX_PLANS = 3
+"""Plans of a graph that are kept: one for each choice of outputs. Each takes up to a quarter of the graph's memory."""
 
-MAX_PLANS = 16
-"""Plans of a graph that are kept: one for each choice of outputs."""
+MAX_COMPARED = 16
+"""The most outputs of a graph whose plans say which inputs all of them need."""
 
 MAX_MEMBER_CHARACTERS = 100
 """Characters of a tensor's name in a group. A buffer's name has it behind a prefix."""
@@ -46,7 +50,7 @@ class Graph:
     """A program that a client brought. A request may replace the tensors that the model has itself."""
 
     def __init__(self, kind: str, program: Program, nodes: Sequence[Node]) -> None:
-        self.kind, self._program, self._nodes = kind, program, nodes
+        self.kind, self._program = kind, program
         self._plans: dict[tuple[str, ...], Plan] = {}
         running = [Value(name, program.initial[name].dtype, program.initial[name].shape) for name in program.statistics]
         parameters, statistics = _members(program.parameters), _members(running)
@@ -63,6 +67,24 @@ class Graph:
         }
         for groups in (self._inputs, self._outputs):
             _check_apart(groups)
+        ports = [port for ports in self._outputs.values() for port in ports]
+        plan, known = self._plan([port.value.name for port in ports]), {*program.initial, SEED}
+        known |= {port.value.name for ports in self._inputs.values() for port in ports}
+        if missing := plan.inputs - known:
+            raise InvalidGraph(f"nothing computes {shown(min(missing))}, which the outputs need")
+        kinds = Counter(f"{node.domain}.{node.op}" if node.domain else node.op for node in nodes)
+        self._signature = {
+            "kind": kind,
+            "inputs": _described(self._inputs[""]),
+            PARAMETERS: _described(parameters),
+            STATISTICS: _described(statistics),
+            "outputs": _described(self._outputs[""]),
+            GRADIENTS: _described(self._outputs[GRADIENTS]),
+            "nodes": dict(kinds.most_common()),
+        }
+        self._operator = self._declared(f"A graph of {len(nodes)} nodes.", is_random=SEED in plan.inputs)
+        self.nbytes = sum(map(getsizeof, paced(_held(self))))
+        """The bytes of memory that the graph holds, when it has one plan."""
 
     @classmethod
     def read(
@@ -73,48 +95,36 @@ class Graph:
         program = program_of(model, train) if loss is None else training_of(model, loss, train)
         return cls("training" if program.gradients else "inference", program, model.nodes)
 
-    @cached_property
+    @property
     def initial(self) -> Mapping[str, Array]:
         """The tensors that the model has itself, by the name in a request, like `parameters.fc1.weight`."""
         given = self._program.initial
         ports = [(group, port) for group in (PARAMETERS, STATISTICS) for port in self._inputs[group]]
         return {f"{group}.{name}": given[value.name] for group, (name, value) in ports if value.name in given}
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the tensors that the model has, and of the steps."""
-        tensors = [*self._program.initial.values(), *self._program.constants.values()]
-        return sum(getattr(one, "nbytes", 0) for one in tensors) + STEP_BYTES * len(self._program.steps)
-
     def signature(self) -> dict[str, Any]:
         """Return what the graph takes and gives, as JSON: a length or a shape that is open is null."""
-        nodes = Counter(f"{node.domain}.{node.op}" if node.domain else node.op for node in self._nodes)
-        return {
-            "kind": self.kind,
-            "inputs": _described(self._inputs[""]),
-            PARAMETERS: _described(self._inputs[PARAMETERS]),
-            STATISTICS: _described(self._inputs[STATISTICS]),
-            "outputs": _described(self._outputs[""]),
-            GRADIENTS: _described(self._outputs[GRADIENTS]),
-            "nodes": dict(nodes.most_common()),
-        }
+        return self._signature
 
     def operator(self, name: str) -> Operator:
         """Return the graph as an operator. It raises what its nodes raise.
 
         An input that all outputs need is required. With many outputs, only a run finds that an input is missing.
         """
-        outputs = self._outputs[""] if len(self._outputs[""]) <= MAX_PLANS else []
-        every = [self._plan([port.value.name]).inputs for port in outputs]
+        return replace(self._operator, name=name)
+
+    def _declared(self, formula: str, *, is_random: bool) -> Operator:
+        outputs = self._outputs[""] if len(self._outputs[""]) <= MAX_COMPARED else []
+        every = [Plan(self._program.steps, {}, [port.value.name]).inputs for port in outputs]
         needed = frozenset.intersection(*every) if every else frozenset()
         return Operator(
-            name=name,
+            name="",
             family="Graphs",
             kernel=self._run,
             inputs=tuple(_tensors(self._inputs, needed - self._program.initial.keys())),
             outputs=tuple(_tensors(self._outputs, ())),
-            attributes=(Attribute("seed", Seed | None, None, "seed"),) if self._is_random else (),
-            formula=f"A graph of {len(self._nodes)} nodes.",
+            attributes=(Attribute("seed", Seed | None, None, "seed"),) if is_random else (),
+            formula=formula,
             description="",
             example={},
             example_attributes={},
@@ -122,10 +132,6 @@ class Graph:
             multiply_adds=lambda *_, **__: 0,
             sparse=None,
         )
-
-    @cached_property
-    def _is_random(self) -> bool:
-        return SEED in self._plan([port.value.name for ports in self._outputs.values() for port in ports]).inputs
 
     def _plan(self, outputs: Sequence[str]) -> Plan:
         """Return the plan that computes these tensors of the model."""
@@ -173,14 +179,29 @@ class Graph:
         return found
 
 
+def _held(graph: Graph) -> Iterator[object]:
+    """Yield all that a graph holds and that it does not share with others, once."""
+    seen, left = {*map(id, OPERATORS.values())}, list[Any]([graph])
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, ModuleType | CodeType | type):
+            continue
+        if getrefcount(one) > 3:  # more than `one`, the argument and an owner
+            seen.add(id(one))
+        yield one
+        parts = one.__closure__ if isinstance(one, FunctionType) else one
+        left += [one.base] if isinstance(one, np.ndarray) else gc.get_referents(parts)
+
+
 def _members(values: Iterable[Value]) -> list[Port]:
     """Return the tensors as members of a group. Their names are as buffers may have them."""
     names, numbers = dict[str, Value](), Counter[str]()
-    for value in values:
-        name = clean = re.sub(r"[^A-Za-z0-9._:-]", "_", value.name)[-MAX_MEMBER_CHARACTERS:] or "_"
+    for value in paced(values):
+        name = re.sub(r"[^A-Za-z0-9._:-]", "_", value.name)[-MAX_MEMBER_CHARACTERS:] or "_"
+        clean = name[: MAX_MEMBER_CHARACTERS - 8]
         while name in names:
             numbers[clean] += 1
-            name = f"{clean[: MAX_MEMBER_CHARACTERS - 8]}_{numbers[clean] + 1}"
+            name = f"{clean}_{numbers[clean] + 1}"
         names[name] = value
     return [Port(*pair) for pair in names.items()]
 
@@ -212,7 +233,7 @@ def _tensors(groups: Mapping[str, Sequence[Port]], needed: Collection[str]) -> I
         if group and ports:
             dtypes = tuple(dict.fromkeys(NAMES[port.value.dtype] for port in ports))
             kind = Kind(" or ".join(dtypes), dtypes, dtypes[0])
-            yield Tensor(group, kind, None, optional, 1, True, None, tuple(port.name for port in ports))
+            yield Tensor(group, kind, None, optional, 1, True, None, dict.fromkeys(port.name for port in ports))
             continue
         for port in ports:
             dtype, shape = NAMES[port.value.dtype], port.value.shape
@@ -222,7 +243,7 @@ def _tensors(groups: Mapping[str, Sequence[Port]], needed: Collection[str]) -> I
 
 def _described(ports: Iterable[Port]) -> dict[str, Any]:
     return {
-        name: {"dtype": NAMES[value.dtype], "shape": None if value.shape is None else [*value.shape]}
+        name: {"dtype": name_of(name, value.dtype), "shape": None if value.shape is None else [*value.shape]}
         for name, value in ports
     }
 
@@ -246,4 +267,4 @@ def _finished(name: str, result: Any) -> Array:
         raise DtypeMismatch(
             f"the output {shown(name)} is {array.dtype}, but must be one of {', '.join(NAMES.values())}"
         )
-    return np.ascontiguousarray(array).reshape(array.shape)
+    return contiguous(array)

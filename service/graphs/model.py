@@ -13,9 +13,9 @@ from service.errors import InvalidGraph, shown
 from service.graphs.functions import Function, inlined
 from service.graphs.nodes import NODES
 from service.graphs.nodes.table import dtype_of
-from service.graphs.plan import Node
+from service.graphs.plan import Node, paced
 from service.graphs.protobuf import Budget, Message, numbered
-from service.graphs.tensors import ATTRIBUTE, TENSOR, array_of, attribute_of, with_defaults
+from service.graphs.tensors import ATTRIBUTE, TENSOR, array_of, attribute_of, kind_of, with_defaults
 
 OPSETS = range(13, 24)
 """The versions of ONNX's own operators that a model may import."""
@@ -66,11 +66,14 @@ class Model:
     nodes: tuple[Node, ...]
     """The others, each behind those whose outputs it reads. Attributes that are left out have their defaults."""
     outputs: tuple[Value, ...]
+    budget: Budget
+    """What is left of that of the file."""
 
 
 def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
     """Return the model in a file's bytes. Raises `InvalidGraph`, which lists all operators that are not served."""
-    file = Message(memoryview(content).cast("B"), _FILE, Budget())
+    budget = Budget()
+    file = Message(memoryview(content).cast("B"), _FILE, budget)
     if "graph" not in file:
         raise InvalidGraph("the file is no ONNX model, or it is damaged: it has no graph")
     graph = file.messages("graph", _GRAPH)[-1]
@@ -82,16 +85,22 @@ def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
     functions = file.messages("functions", _FUNCTION)
     called = {(_domain(one), one.text("name")) for one in functions}
     bodies = {(_domain(one), one.text("name")): _function(one, called) for one in functions}
-    nodes = inlined(_nodes(graph, _opsets(file), called), bodies, limits.max_nodes)
+    nodes = inlined(_nodes(graph, _opsets(file), called), bodies, limits.max_nodes, budget)
     _check_served(nodes)
     initializers = _initializers(graph, limits)
     constants = _constants(nodes)
+    inputs = [_value(one) for one in graph.messages("input", _VALUE) if one.text("name") not in initializers]
+    dtypes = {name: one.dtype for name, one in (initializers | constants).items()} | {
+        one.name: one.dtype for one in inputs
+    }
+    checked = [with_defaults(node, dtypes) for node in paced(nodes) if node.op != "Constant"]
     model = Model(
-        inputs=tuple(_value(one) for one in graph.messages("input", _VALUE) if one.text("name") not in initializers),
+        inputs=tuple(inputs),
         initializers=initializers,
         constants=constants,
-        nodes=tuple(with_defaults(node) for node in nodes if node.op != "Constant"),
+        nodes=tuple(one for one in checked if one.outputs),
         outputs=tuple(_value(one) for one in graph.messages("output", _VALUE)),
+        budget=budget,
     )
     _check_names(model)
     return model
@@ -157,15 +166,20 @@ def _value(message: Message) -> Value:
             f"{shown(name)} is an input or output, but no tensor: sequences, maps and others are not read"
         )
     dtype = dtype_of(kinds[-1].int("elem_type"))
-    if dtype not in NAMES:
-        raise InvalidGraph(
-            f"{shown(name)} is {dtype}, but inputs and outputs must be one of {', '.join(NAMES.values())}"
-        )
+    name_of(name, dtype)
     if "shape" not in kinds[-1]:
         return Value(name, dtype, None)
     dimensions = kinds[-1].messages("shape", _SHAPE)[-1].messages("dim", _DIMENSION)
     lengths = (one.int("dim_value", -1) for one in dimensions)
     return Value(name, dtype, tuple(length if length >= 0 else None for length in lengths))
+
+
+def name_of(name: str, dtype: DType) -> str:
+    """Return the name of a tensor's dtype. Raises `InvalidGraph` if no request can have it."""
+    if dtype not in NAMES:
+        known = ", ".join(NAMES.values())
+        raise InvalidGraph(f"{shown(name)} is {dtype}, but inputs and outputs must be one of {known}")
+    return NAMES[dtype]
 
 
 def _is_served(domain: str, op: str) -> bool:
@@ -194,7 +208,7 @@ def _constants(nodes: Iterable[Node]) -> dict[str, Array]:
 def _constant(node: Node) -> Array:
     """Return the value of a node that is a constant."""
     value = next(iter(node.attributes.values()), None)
-    if len(node.attributes) != 1 or len(node.outputs) != 1 or isinstance(value, str) or value is None:
+    if len(node.attributes) != 1 or len(node.outputs) != 1 or "STRING" in kind_of(value):
         raise InvalidGraph(f"{node.label} must have one attribute, which is a number or a tensor, and one output")
     if isinstance(value, np.ndarray):
         return value
@@ -207,15 +221,15 @@ def _check_names(model: Model) -> None:
 
     def add(names: Iterable[str], label: str) -> None:
         for name in names:
-            if name in known or name.startswith("~"):
-                fault = "begins with a tilde" if name.startswith("~") else "stands for two tensors"
+            if not name or name in known or name.startswith("~"):
+                fault = "stands for two tensors" if name in known else "is empty" if not name else "begins with a tilde"
                 raise InvalidGraph(f"the name {shown(name)}, an output of {label}, {fault}")
             known.add(name)
 
     add(model.initializers, "the file")
     add((one.name for one in model.inputs), "the caller")
     add(model.constants, "a constant")
-    for node in model.nodes:
+    for node in paced(model.nodes):
         for name in node.inputs:
             if name and name not in known:
                 raise InvalidGraph(f"{node.label} reads {shown(name)}, which no node before it computes")

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from sys import getsizeof
 from typing import Any
 
 import numpy as np
 
 from service.dtypes import Array
 from service.errors import InvalidGraph
+from service.graphs.plan import UNCOUNTED_BYTES
 from service.kernels import claim
 
 MAX_FIELDS = 1 << 20
 """Fields of a file together: they take a second, and 200 MB. A node has up to 40, so 20,000 nodes have fewer."""
 
-FIELDS_AT_ONCE, FIELD_BYTES = 1 << 10, 256
-"""Fields whose memory is claimed at once, and what a field takes, with what becomes of it in a plan."""
+FIELD_BYTES = 256
+"""What a field takes, with what becomes of it in a plan."""
+
+MAX_CHARACTERS = 1000
+"""Characters of a name, or of another text: a plan has many copies of some. Exporters write fewer than 300."""
 
 MAX_VARINT_BYTES = 1 << 22
 """Bytes of numbers without a fixed length in one tensor: to decode them takes `VARINT_FACTOR` times the memory."""
@@ -35,24 +40,28 @@ def numbered(text: str) -> Mapping[int, str]:
 
 
 class Budget:
-    """Counts the fields of a file."""
+    """Counts the fields of a file, and what takes as long to plan, and claims the memory for what is read."""
 
     left = MAX_FIELDS
+    _owed = 0
 
-    def take(self) -> None:
-        """Count a field, and claim its memory. Raises `InvalidGraph` beyond `MAX_FIELDS`, and what `claim` raises."""
-        if self.left % FIELDS_AT_ONCE == 0:
-            claim(FIELDS_AT_ONCE * FIELD_BYTES)
-        self.left -= 1
+    def take(self, size: int = FIELD_BYTES, fields: int = 1) -> None:
+        """Count fields, and bytes of memory. Raises `InvalidGraph` beyond `MAX_FIELDS`, and what `claim` raises."""
+        self.left -= fields
         if self.left < 0:
-            raise InvalidGraph(f"the file has more than {MAX_FIELDS} fields", limit=MAX_FIELDS)
+            problem = f"the file has more than {MAX_FIELDS} fields, with those of functions at each call"
+            raise InvalidGraph(problem, limit=MAX_FIELDS)
+        self._owed += size
+        if self._owed > UNCOUNTED_BYTES or fields > MAX_CHARACTERS:
+            owed, self._owed = self._owed, 0
+            claim(owed)
 
 
 class Message:
     """A message's fields with the given numbers and names. The methods raise `InvalidGraph` for other types."""
 
     def __init__(self, data: memoryview, names: Mapping[int, str], budget: Budget) -> None:
-        self._budget, self._values = budget, defaultdict[str, list[Any]](list)
+        self.budget, self._values = budget, defaultdict[str, list[Any]](list)
         for number, value in _fields(data):
             budget.take()
             if number in names:
@@ -74,14 +83,20 @@ class Message:
 
     def messages(self, name: str, names: Mapping[int, str]) -> list[Message]:
         """Return the messages of a field."""
-        return [Message(data, names, self._budget) for data in self.all(name)]
+        return [Message(data, names, self.budget) for data in self.all(name)]
 
     def texts(self, name: str) -> list[str]:
-        """Return the texts of a field."""
+        """Return the texts of a field, each of at most `MAX_CHARACTERS`."""
+        longest = max(map(len, self.all(name)), default=0)
         try:
-            return [str(data, "utf-8") for data in self.all(name)]
+            texts = [str(data, "utf-8") for data in self.all(name) if longest <= 4 * MAX_CHARACTERS]
         except UnicodeDecodeError:
             raise InvalidGraph(f"{_DAMAGED}: {name} is not UTF-8") from None
+        if longest > 4 * MAX_CHARACTERS or max(map(len, texts), default=0) > MAX_CHARACTERS:
+            problem = f"the file has a field {name} with a text of {longest} bytes; the limit is {MAX_CHARACTERS}"
+            raise InvalidGraph(f"{problem} characters", limit=MAX_CHARACTERS)
+        self.budget.take(sum(map(getsizeof, texts)), 0)
+        return texts
 
     def text(self, name: str) -> str:
         """Return the text of a field, by default none."""
@@ -100,6 +115,7 @@ class Message:
     def floats(self, name: str, kind: str = "<f4") -> Array:
         """Return the floats of a field, packed or not."""
         data = b"".join(self.all(name))
+        self.budget.take(len(data), 0)
         if len(data) % int(kind[-1]):
             raise InvalidGraph(f"{_DAMAGED}: {name} ends in the middle of a float")
         return np.frombuffer(data, kind)

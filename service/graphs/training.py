@@ -12,7 +12,8 @@ from service.dtypes import Array
 from service.errors import InvalidGraph
 from service.graphs.model import Model, Value
 from service.graphs.nodes import step_of
-from service.graphs.plan import Node, Step
+from service.graphs.nodes.kernels import POOLS
+from service.graphs.plan import NODE_BYTES, Node, Step, paced
 from service.graphs.weights import parameters_of, value_of
 
 ACCUMULATE = "com.microsoft", "InPlaceAccumulatorV2"
@@ -20,9 +21,6 @@ ACCUMULATE = "com.microsoft", "InPlaceAccumulatorV2"
 
 STATISTICS = {"BatchNormInternal", "BatchNormalization"}
 """The operators whose inputs 3 and 4 are running statistics, which outputs 1 and 2 replace in training."""
-
-POOLS = {"AveragePoolGrad", "MaxPoolGrad"}
-"""The operators whose result has the shape of a tensor that the node does not read."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,11 @@ class Program:
 def program_of(model: Model, train: str | None = None) -> Program:
     """Return the program of a model that has its gradients, or none, with these parameters. Raises `InvalidGraph`."""
     adds = [node for node in model.nodes if (node.domain, node.op) == ACCUMULATE]
-    for node in adds:
-        if len(node.inputs) < 2 or not node.outputs or "" in (*node.inputs[:2], node.outputs[0]):
-            raise InvalidGraph(f"{node.label} must have a buffer, a gradient, and an output")
+    for node in paced(adds):
+        if not node.outputs[0]:
+            raise InvalidGraph(f"{node.label} must have its first output")
     gradients = {_parameter(node): node.inputs[1] for node in adds}
-    flags, buffers = {node.outputs[0] for node in adds}, {node.inputs[0] for node in adds}
+    flags, buffers = {name for node in adds for name in node.outputs}, {node.inputs[0] for node in adds}
     resets = {name for node in adds for name in node.inputs[2:]}
     nodes = [node for node in model.nodes if (node.domain, node.op) != ACCUMULATE]
     read = {name for node in nodes for name in node.inputs}
@@ -70,7 +68,7 @@ def program_of(model: Model, train: str | None = None) -> Program:
     parameters |= {name: known[name] if name in known else value_of((name, tensors[name])) for name in gradients}
     initial = {name: tensors[name] for name in (*parameters, *statistics) if name in tensors}
     return Program(
-        steps=[step_of(node) for node in _with_shapes(nodes)],
+        steps=[step_of(node) for node in paced(_with_shapes(nodes), NODE_BYTES)],
         constants={name: array for name, array in tensors.items() if name not in initial},
         inputs=tuple(
             _as_labels(one) if adds and one.name in labels else one

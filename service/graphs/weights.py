@@ -10,6 +10,8 @@ import ml_dtypes
 from service.dtypes import FLOATS, Array
 from service.errors import InvalidGraph, shown
 from service.graphs.model import Model, Value
+from service.graphs.plan import paced
+from service.graphs.protobuf import MAX_CHARACTERS
 
 FIXED = (
     "BatchNormInternal 3 4, BatchNormalization 3 4, Clip 1 2, GRU 5, LSTM 5 6, NegativeLogLikelihoodLoss 2, OneHot 2,"
@@ -40,12 +42,13 @@ def parameters_of(model: Model, train: str | None = None) -> dict[str, Value]:
     chosen = {*weights} if patterns and patterns[0].startswith("!") else set()
     for pattern in patterns:
         bare = pattern.removeprefix("!")
-        among = weights if bare == "*" else named
-        matches = {bare} if bare in floats else {one for one in among if fnmatchcase(one, bare)}
+        among = [bare] if bare in floats else weights if bare == "*" else named
+        model.budget.take(0, len(among))
+        matches = {one for one in among if one == bare or (len(bare) <= MAX_CHARACTERS and fnmatchcase(one, bare))}
         if not matches:
             names = shown(", ".join(weights))
             raise InvalidGraph(f"train= has {shown(pattern)}, which is no weight and no input: the weights are {names}")
-        chosen = chosen - matches if pattern.startswith("!") else chosen | matches
+        (chosen.difference_update if pattern.startswith("!") else chosen.update)(matches)
     return {name: value for name, value in floats.items() if name in chosen}
 
 
@@ -53,12 +56,14 @@ def _weights(model: Model) -> list[str]:
     """Return the initializers that are weights, in the order of the model."""
     fixed = {(op, int(place)) for op, *places in map(str.split, FIXED.split(",")) for place in places}
     readers: dict[str, set[str]] = {}
-    for node in model.nodes:
+    for node in paced(model.nodes):
         for place, name in enumerate(node.inputs):
             if (node.op, place) not in fixed:
                 readers.setdefault(name, set()).add(node.op)
     return [
-        name for name, one in model.initializers.items() if name in readers and _is_weight(name, one, readers[name])
+        name
+        for name, one in paced(model.initializers.items())
+        if name in readers and _is_weight(name, one, readers[name])
     ]
 
 

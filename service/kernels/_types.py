@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -55,7 +55,7 @@ class Tensor:
     """Whether it is a group of such tensors."""
     like: str | None = None
     """The group of inputs that an output, if it is a group, takes its names from. Without one, they are 0, 1, 2, ..."""
-    members: tuple[str, ...] | None = None
+    members: Collection[str] | None = None
     """The names of a group's tensors if they are fixed."""
 
 

@@ -81,12 +81,13 @@ def div_grad(dY: Rank2[T], A: Rank2[T], B: T, /, *, wanted: Collection[str] = ("
     if dY.shape != shape:
         problem = f"dY has shape {list(dY.shape)}, but must have that of A / B, {list(shape)}"
         raise ShapeMismatch(problem, tensor="dY")
+    shape = shape or (1,)  # a part of a scalar is a number, to which nothing can be written
     dtype = compute_dtype(dY.dtype)
     quotient = spare_memory(shape, dtype)
-    top, bottom = (np.broadcast_to(tensor, shape) for tensor in (A, B))
+    upper, top, bottom = (np.broadcast_to(tensor, shape) for tensor in (dY, A, B))
 
     def divide(part: Part) -> None:
-        np.divide(dY[part], bottom[part], out=quotient[part], dtype=dtype, casting="unsafe")
+        np.divide(upper[part], bottom[part], out=quotient[part], dtype=dtype, casting="unsafe")
 
     def multiply(part: Part) -> None:
         ratio = np.divide(top[part], bottom[part], dtype=dtype, casting="unsafe")

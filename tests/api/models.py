@@ -13,15 +13,15 @@ from service.dtypes import Array
 FOLDER = Path(__file__).parent.parent / "graphs" / "models"
 
 
-def model(*nodes: Any, inputs: Any = (), outputs: Any = (), **weights: Any) -> bytes:
+def model(*nodes: Any, inputs: Any = (), outputs: Any = (), initializers: Any = (), **weights: Any) -> bytes:
     """A file of these nodes. An input or output is a pair of name and shape, or a name with an open shape."""
 
     def values(pairs: Any) -> list[Any]:
         named = [(one, None) if isinstance(one, str) else one for one in pairs]
         return [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in named]
 
-    initializers = [numpy_helper.from_array(np.asarray(value, np.float32), name) for name, value in weights.items()]
-    graph = helper.make_graph(nodes, "test", values(inputs), values(outputs), initializers)
+    floats = [numpy_helper.from_array(np.asarray(value, np.float32), name) for name, value in weights.items()]
+    graph = helper.make_graph(nodes, "test", values(inputs), values(outputs), [*floats, *initializers])
     opsets = [helper.make_opsetid("", 17)]
     content: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
     return content

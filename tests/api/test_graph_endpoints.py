@@ -349,6 +349,16 @@ def test_a_graph_ends_when_its_client_waits_no_longer() -> None:
         assert_problem(answer, 422, "graph_too_slow", "0.2 seconds", "Request-Timeout")
 
 
+def test_an_upload_ends_when_its_client_waits_no_longer() -> None:
+    """The node reads its input 200,000 times, and the loss is differentiated for each."""
+    wide = model(helper.make_node("Sum", ["x"] * 200_000, ["y"]), inputs=["x"], outputs=["y"])
+    with serving() as url, httpx.Client(base_url=url, timeout=60) as client:
+        query, headers = {"loss": "MSELoss", "train": "x"}, {"Request-Timeout": "0.1"}
+        answer = client.put("/v1/graphs/wide", content=wide, params=query, headers=headers)
+        assert_problem(answer, 422, "graph_too_slow", "0.1 seconds", "Request-Timeout")
+        assert client.get("/v1/graphs").json()["graphs"] == []
+
+
 def test_a_key_needs_scopes(tmp_path: Path) -> None:
     everything = ["ops", "buffers:read", "buffers:write", "graphs:write"]
     file, lacking = tmp_path / "keys.json", {scope: [one for one in everything if one != scope] for scope in everything}

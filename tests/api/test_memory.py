@@ -8,14 +8,16 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
 import pytest
+from onnx import helper, numpy_helper
 
 from service.codecs.safetensors import MEDIA_TYPE
 from tests.api.calls import add, as_file, create, metadata
+from tests.api.models import model
 from tests.faults.servers import Server
 from tests.serving import assert_problem, in_flight, serving, wait_until
 
@@ -177,3 +179,32 @@ def test_a_request_alone_has_a_limit(tmp_path: Path) -> None:
         create(client, "a", (1 << 18,))
         assert_problem(client.post("/v1/buffers/a/take"), 413, "tensor_too_large")
         assert metadata(client, "a")["epoch"] == 0
+
+
+VIEWS = {"Slice": (["first", "last"], 1), "Split": (["lengths"], 2)}
+
+
+@pytest.mark.parametrize("op", VIEWS)
+def test_a_graph_holds_no_more_than_is_counted(tmp_path: Path, op: str) -> None:
+    """Of each of a hundred tensors of 8 MB, a few numbers are kept."""
+    others, count = VIEWS[op]
+    nodes = []
+    for k in range(100):
+        nodes.append(helper.make_node("ConstantOfShape", ["size"], [f"b{k}"]))
+        nodes.append(helper.make_node(op, [f"b{k}", *others], [f"v{k}", f"w{k}"][:count]))
+    nodes.append(helper.make_node("Concat", [f"v{k}" for k in range(100)], ["y"], axis=0))
+    numbers = {"size": [1 << 21], "first": [0], "last": [4], "lengths": [4, (1 << 21) - 4]}
+    values = [numpy_helper.from_array(np.array(value), name) for name, value in numbers.items()]
+    content = model(*nodes, outputs=["y"], initializers=values)
+
+    def ask() -> None:
+        assert client.post("/v1/graphs/g", content=b"{}", headers=JSON).status_code in (200, 413)
+
+    limits: dict[str, Any] = {
+        "max_bytes_in_flight": IN_FLIGHT_BYTES,
+        "max_tensor_bytes": IN_FLIGHT_BYTES // 4,
+        "reuse_bytes": 0,
+    }
+    with Server(tmp_path / "store", **limits) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        client.put("/v1/graphs/g", content=content).raise_for_status()
+        assert Memory(server.process.pid).growth(ask) < IN_FLIGHT_BYTES + MORE_BYTES

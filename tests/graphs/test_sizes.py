@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from service.dtypes import Array, DType
 from service.errors import Busy, TensorTooLarge
+from service.graphs.graph import Graph
 from service.graphs.nodes import step_of
-from service.graphs.plan import Plan
+from service.graphs.plan import Node, Plan
 from service.kernels import Workspace, workspace
 from tests.graphs.test_nodes import ints, node
 from tests.graphs.test_training import OWN, step
@@ -125,3 +127,72 @@ def test_a_run_claims_what_it_holds_at_its_peak(name: str) -> None:
         tracemalloc.stop()
     assert sum(claims) > sum(one.nbytes for one in outputs.values())
     assert 0.5 * peak - (1 << 17) < sum(claims) < 1.5 * peak
+
+
+LENGTH = 1 << 18
+"""Numbers of float32 in a megabyte."""
+
+VIEWS: dict[str, list[str]] = {
+    "Slice": ["Slice b first last -> v"],
+    "Split": ["Split b lengths -> v w"],
+    "SplitTraining": ["SplitTraining b lengths -> v w"],
+    "Identity": ["Slice b first last -> s", "Identity s -> v"],
+    "Reshape": ["Slice b first last -> s", "Reshape s square -> v"],
+    "Squeeze": ["Reshape b row -> r", "Slice r first last second -> s", "Squeeze s -> v"],
+    "Transpose": ["Reshape b row -> r", "Slice r first last second -> s", "Transpose s -> v"],
+    "TopK": ["TopK b last -> w v"],
+}
+"""Nodes that leave a few numbers of a large tensor b, as v."""
+
+NUMBERS = {"size": ints(LENGTH), "first": ints(0), "last": ints(4), "second": ints(1), "row": ints(1, LENGTH)}
+NUMBERS |= {"square": ints(2, 2), "lengths": ints(4, LENGTH - 4)}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_counts_with_all_the_memory_that_it_keeps(name: str) -> None:
+    steps = []
+    for number in range(20):
+        for line in ["ConstantOfShape size -> b", *VIEWS[name]]:
+            (op, *given), made = (part.split() for part in line.split("->"))
+            domain = "com.microsoft" * (op == "SplitTraining")
+            names = [[one if one in NUMBERS else f"{one}{number}" for one in part] for part in (given, made)]
+            steps.append(step_of(Node(op, domain, 21, (*names[0],), (*names[1],), {})))
+    plan = Plan(steps, NUMBERS, [f"v{number}" for number in range(20)])
+    assert_claimed(lambda: plan.run({}))
+
+
+def test_a_gradient_counts_with_all_the_memory_that_it_keeps() -> None:
+    rows = " ".join(
+        f"c{k} = Concat<axis = 0>(p{k}, x)  m{k} = Mul(c{k}, y)  l{k} = ReduceSum<keepdims = 0>(m{k})"
+        for k in range(20)
+    )
+    given = ", ".join(f"float[4] p{k}" for k in range(20))
+    text = f"""<ir_version: 8, opset_import: ["": 17]> g (float[N] x, float[M] y, {given}) => (float loss)
+        {{ {rows} loss = Sum({", ".join(f"l{k}" for k in range(20))}) }}"""
+    content = onnx.parser.parse_model(text).SerializeToString()
+    operator = Graph.read(content, loss="loss", train=",".join(f"p{k}" for k in range(20))).operator("g")
+    tensors = {f"parameters.p{k}": np.ones(4, np.float32) for k in range(20)}
+    x, y = np.ones(LENGTH, np.float32), np.ones(LENGTH + 4, np.float32)
+    assert_claimed(lambda: operator({**tensors, "x": x, "y": y}, {}))
+
+
+def assert_claimed(run: Callable[[], Any]) -> None:
+    """Check that a run claims what it takes, but for what a step may take before it is counted."""
+    run()
+    tracemalloc.start()
+    try:
+        with memory(1 << 30) as claims:
+            run()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < sum(claims) + 4 * MOST
+
+
+def test_many_small_tensors_are_counted() -> None:
+    """A workspace need not count a claim of a few kilobytes."""
+    steps = [step_of(Node("ConstantOfShape", "", 21, ("size",), (f"v{k}",), {})) for k in range(400)]
+    plan = Plan(steps, {"size": ints(1 << 13)}, [f"v{k}" for k in range(400)])
+    with memory(1 << 30) as claims:
+        plan.run({})
+    assert sum(size for size in claims if size > 1 << 16) > 390 << 15

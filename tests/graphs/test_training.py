@@ -125,9 +125,11 @@ def test_labels_of_scores_with_more_dimensions_have_their_own_shape() -> None:
 @pytest.mark.parametrize(
     ("inputs", "outputs", "problem"),
     [
-        (["b"], ["f"], "InPlaceAccumulatorV2 n must have a buffer, a gradient, and an output"),
-        (["b", ""], ["f"], "must have a buffer, a gradient, and an output"),
-        (["b", "x"], [], "must have a buffer, a gradient, and an output"),
+        (["b"], ["f"], "InPlaceAccumulatorV2 n has 1 inputs, but must have 2 to 3"),
+        (["b", ""], ["f"], "has 2 inputs, but must have 2 to 3"),
+        (["b", "x"], [], "has 0 outputs, but must have 1 to 2"),
+        (["b", "x"], ["f", "g", "h"], "has 3 outputs, but must have 1 to 2"),
+        (["b", "x"], ["", "g"], "must have its first output"),
         (["b", "b"], ["f"], "a node reads an accumulation buffer, which is the server's here"),
     ],
 )

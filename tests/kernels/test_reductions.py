@@ -180,3 +180,14 @@ def test_shapes_that_do_not_fit_are_refused(dY: Any, a: Any, b: Any, tensor: str
     with pytest.raises(ShapeMismatch) as caught:
         div_grad(np.ones(dY), np.ones(a), np.ones(b))
     assert caught.value.context == {"tensor": tensor}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, FLOAT16, BFLOAT16], ids=str)
+@pytest.mark.parametrize("shapes", [((), ()), ((1,), ()), ((), (1,)), ((), (2, 2))], ids=str)
+def test_div_grad_takes_scalars(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> None:
+    A, B = np.full(shapes[0], 6, dtype), np.full(shapes[1], 2, dtype)
+    dY = np.ones(np.broadcast_shapes(*shapes), dtype)
+    dA, dB = OPERATORS["DivGrad"]({"dY": dY, "A": A, "B": B}, {}).values()
+    assert (dA.shape, dB.shape, dA.dtype, dB.dtype) == (A.shape, B.shape, A.dtype, B.dtype)
+    assert dA.astype(float).sum() == dY.size * 0.5
+    assert dB.astype(float).sum() == dY.size * -1.5

@@ -29,7 +29,7 @@ from service.buffers.store import Store
 from service.codecs import json as json_codec
 from service.engine.cache import Cache
 from service.engine.engine import Engine
-from service.errors import Forbidden, InvalidParameter, NotReady, TensorTooLarge, shown
+from service.errors import Forbidden, GraphTooSlow, InvalidParameter, NotReady, TensorTooLarge, shown
 from service.host.shared_memory import Regions
 from service.keys import SCOPES
 from service.settings import Settings
@@ -103,6 +103,8 @@ class Call:
     """The status of the answer, once there is an answer."""
     code: str | None = None
     """The code of the error that the answer tells."""
+    deadline = math.inf
+    """When the client waits no longer, by `time.monotonic`, once `start_clock` was called."""
     received = 0
     """Bytes of the body."""
     sent = 0
@@ -177,6 +179,17 @@ class Call:
 
     # ----- the work -----
 
+    def start_clock(self) -> None:
+        """Let the time begin after which the client waits no longer, neither for a thread nor for a graph."""
+        self.deadline = time.monotonic() + self.patience_seconds
+
+    def reserve_in_time(self, size: int) -> None:
+        """`reserve` for a stranger's model. Raises `GraphTooSlow`, too, once the client waits no longer."""
+        if time.monotonic() > self.deadline:
+            problem = f"The graph was planned or run for {self.patience_seconds:g} seconds (Request-Timeout, or"
+            raise GraphTooSlow(f"{problem} GRADSERVE_REQUEST_TIMEOUT) without an end, so it was given up")
+        self.reserve(size)
+
     def reserve(self, size: int) -> None:
         """Let the request hold `size` bytes more until it has its answer. Raises `Busy` and `TensorTooLarge`."""
         most = max(self.settings.max_bytes_in_flight, ALONE_TENSORS * self.settings.max_tensor_bytes)
@@ -202,7 +215,7 @@ class Call:
         if not changed:
             self._services.admission.admit_to_pool(self.reservation, self.engine)
         timed = partial(self._started, time.perf_counter_ns(), work, arguments)
-        patience = None if changed else self.patience_seconds
+        patience = None if changed else max(0.0, min(self.patience_seconds, self.deadline - time.monotonic()))
         return await in_pool(self.engine, self.receive, self.caller.namespace, timed, patience)
 
     def _started(self, submitted: int, work: Callable[..., R], arguments: tuple[Any, ...]) -> R:

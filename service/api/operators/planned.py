@@ -10,7 +10,7 @@ from service.api.http.call import Call
 from service.buffers.graph_changes import PutGraph
 from service.buffers.graphs import StoredGraph
 from service.buffers.names import check_name
-from service.errors import GraphsNotInstalled, UnknownGraph
+from service.errors import Expired, GraphsNotInstalled, UnknownGraph
 from service.kernels import Operator, Workspace, workspace
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def plan(call: Call, content: memoryview, options: Mapping[str, str]) -> Graph:
     from service.graphs.graph import Graph
     from service.graphs.model import GraphLimits
 
-    with workspace(Workspace(claim=call.reserve)):
+    with workspace(Workspace(claim=call.reserve_in_time)):
         return Graph.read(content, GraphLimits(max_nodes=call.settings.max_graph_nodes), **options)
 
 
@@ -60,12 +60,18 @@ def kept(call: Call, put: PutGraph) -> Graph | None:
 async def planned(call: Call, name: str) -> Planned:
     """Return the graph. The body must have been read. Raises `UnknownGraph`, `GraphCorrupt` and what `plan` raises.
 
-    Of several requests for a graph that is not planned, one plans it and the others wait.
+    Of several requests for a graph that is not planned, one plans it and the others wait. From here on, the time that
+    the client waits counts.
     """
+    call.start_clock()
     stored = await call.look_up(1, call.store.graph, check_name(name))
     key = _key(call, name)
-    async with call.planning.setdefault(key, asyncio.Lock()):
-        found: Planned = call.cache.get(key, stored.id) or await call.offload(False, _plan_stored, call, stored)
+    try:
+        async with asyncio.timeout(call.patience_seconds) as wait, call.planning.setdefault(key, asyncio.Lock()):
+            wait.reschedule(None)
+            found: Planned = call.cache.get(key, stored.id) or await call.offload(False, _plan_stored, call, stored)
+    except TimeoutError:
+        raise Expired("Others have planned the graph for as long as this request waits", graph=name) from None
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +30,7 @@ from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import Array
 from service.engine.engine import Reserve
-from service.errors import Busy, EpochGone, GradserveError, GraphTooSlow, SourceChanged
+from service.errors import Busy, EpochGone, GradserveError, SourceChanged
 
 _warm: set[str] = set()
 """The operators that have computed in this process. The first time a kernel may import what most servers never need."""
@@ -83,6 +82,7 @@ async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary
     if any(one.epoch is not None for one in use.sources):
         key = await call.offload(_size(job) <= INLINE_BYTES, _key, call, job)
         await until_closed(call, job, key)
+        call.start_clock()
     for _ in range(MAX_ATTEMPTS - 1):
         held = call.reservation.bytes
         try:
@@ -266,18 +266,11 @@ def _beyond_body(call: Call, job: Job) -> Reserve:
 
     It raises `GraphTooSlow` once a graph has run for as long as its client waits.
     """
-    left, patience = _size(job), math.inf if call.graph is None else call.patience_seconds
-    end = time.monotonic() + patience
+    left, take = _size(job), call.reserve if call.graph is None else call.reserve_in_time
 
     def reserve(size: int) -> None:
         nonlocal left
-        if time.monotonic() > end:
-            raise GraphTooSlow(
-                f"The graph has run for {patience:g} seconds (Request-Timeout, or GRADSERVE_REQUEST_TIMEOUT) without an"
-                " end, so it was given up",
-                limit=patience,
-            )
-        call.reserve(size - left)
+        take(size - left)
         left = max(0, left - size)
 
     return reserve

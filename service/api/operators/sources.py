@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from service.api.buffers.preconditions import recalled
 from service.api.buffers.request import RECEIPT_BYTES, RECORD_FACTOR, closed_due
@@ -30,7 +30,7 @@ def expanded(call: Call, job: Job, uses: Sequence[Use]) -> list[Use]:
         if not use.is_prefix:
             found.append(use)
             continue
-        members: Sequence[str] | None = job.operator.inputs_by_name[use.tensor].members
+        members: Collection[str] | None = job.operator.inputs_by_name[use.tensor].members
         if members is None:
             most = limits.max_tensors - len(found) + 2  # one may have the prefix alone as its name
             names = call.store.names(use.buffer, most)

@@ -16,6 +16,7 @@ from service.graphs.gradients.arrays import dtype_of, unbroadcast
 from service.graphs.nodes.elementwise import converted
 from service.graphs.nodes.table import with_attributes
 from service.graphs.plan import Node, Step
+from service.graphs.protobuf import Budget
 
 Rule: TypeAlias = Callable[..., Sequence[str | None]]
 """A function of the tape, the node, and the name of the gradient of each output, "" where there is none.
@@ -31,6 +32,9 @@ RULES: dict[tuple[str, str], Rule] = {}
 
 OUTPUTS: dict[tuple[str, str], int] = {}
 """How many outputs a rule reads, if they are more than those that every model names."""
+
+TAPE_BYTES = 1 << 11
+"""Bytes of memory for a step that a rule adds."""
 
 FLOAT_TYPES = (1, 10, 11, 16)
 """The numbers of the floating dtypes in ONNX's `TensorProto`."""
@@ -111,8 +115,8 @@ def completed(node: Node) -> Node:
 class Tape:
     """The steps of a graph, to which rules add theirs."""
 
-    def __init__(self, steps: Iterable[Step]) -> None:
-        self._steps, self._numbers = [*steps], count()
+    def __init__(self, steps: Iterable[Step], budget: Budget | None = None) -> None:
+        self._steps, self._numbers, self._budget = [*steps], count(), budget or Budget()
         self._early: dict[str, list[Step]] = {}
         self._known: dict[tuple[Callable[..., Any], str], str] = {}
         self.label = "the loss"
@@ -125,6 +129,7 @@ class Tape:
 
         A name is no name of the model, as it begins with a tilde.
         """
+        self._budget.take(TAPE_BYTES)
         names = tuple(self._name() for _ in range(outputs))
         self._steps.append(Step(function, inputs, names, f"The gradient of {self.label}"))
         return names[0] if outputs == 1 else names

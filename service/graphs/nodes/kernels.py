@@ -14,6 +14,9 @@ from service.kernels import OPERATORS, Attribute, Operator, check_dtypes, check_
 IN_ONNX = ("SoftmaxCrossEntropyLoss", "MaxPoolGrad", "AveragePoolGrad")
 """The kernels whose nodes are in the domain of ONNX itself."""
 
+POOLS = {"AveragePoolGrad", "MaxPoolGrad"}
+"""The operators whose result has the shape of a tensor that the node in a file does not read."""
+
 
 def kernel(node: Node) -> Function:
     """Return a function that runs the node's kernel. Raises `InvalidParameter` for attributes that do not fit."""

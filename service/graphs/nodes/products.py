@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 
 from service.dtypes import Array, compute_dtype
-from service.errors import ShapeMismatch, shown
+from service.errors import InvalidGraph, ShapeMismatch, shown
 from service.graphs.nodes.elementwise import apply, converted, shared_dtype
 from service.graphs.nodes.shapes import contiguous
-from service.graphs.nodes.table import function_of, maker
+from service.graphs.nodes.table import Function, function_of, maker
+from service.graphs.plan import Node
 from service.kernels import OPERATORS, check_work, claim
+
+MAX_OPERANDS = 32
+"""Operands of an Einsum: the search for a path takes time that grows with the fourth power of their number."""
 
 SLOWNESS = 16
 """How much longer NumPy takes for a product in a sum of products than BLAS does, where it does not call it."""
@@ -57,7 +61,11 @@ def _gemm(
     return apply(np.add, product, C if beta == 1 else apply(lambda x, out: np.multiply(x, beta, out=out), C))
 
 
-maker("Einsum")(lambda node: partial(einsum, node.attributes["equation"]))
+@maker("Einsum")
+def _einsum(node: Node) -> Function:
+    if len(node.inputs) > MAX_OPERANDS:
+        raise InvalidGraph(f"there are {len(node.inputs)} operands; the limit is {MAX_OPERANDS}", limit=MAX_OPERANDS)
+    return partial(einsum, node.attributes["equation"])
 
 
 def einsum(equation: str, *operands: Array) -> Array:

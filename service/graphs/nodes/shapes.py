@@ -14,8 +14,7 @@ from service.errors import InvalidTensor, ShapeMismatch, shown
 from service.graphs.nodes.table import Function, dtype_of, function_of, maker
 from service.graphs.plan import Node
 from service.kernels import OPERATORS, claim, spare_memory
-
-MAX_RANK = 64
+from service.limits import MAX_RANK
 
 
 def new(shape: Sequence[int], dtype: DType) -> Array:
@@ -34,13 +33,13 @@ def contiguous(view: Array) -> Array:
     return out
 
 
-def integers(tensor: Array | None) -> list[int] | None:
-    """Return the ints of a tensor that says a shape, axes or places."""
+def integers(tensor: Array | None, most: int = 2 * MAX_RANK) -> list[int] | None:
+    """Return the ints of a tensor that says a shape, axes or places: `most` at most, by default two for each axis."""
     if tensor is None:
         return None
-    if tensor.dtype.kind not in "iu" or tensor.ndim > 1 or tensor.size > 1 << 16:
+    if tensor.dtype.kind not in "iu" or tensor.ndim > 1 or tensor.size > most:
         problem = f"an input that says a shape, axes or places is {tensor.dtype} of shape {shown(list(tensor.shape))}"
-        raise InvalidTensor(f"{problem}, but must be a list of ints")
+        raise InvalidTensor(f"{problem}, but must be a list of ints, at most {most}")
     return tensor.reshape(-1).tolist()
 
 
@@ -90,7 +89,7 @@ def _split(node: Node) -> Function:
     def split(data: Array, lengths: Array | None = None) -> Any:
         (at,), length = axes_of([axis], data.ndim), data.shape[axis]
         step = -(-length // count)
-        given = integers(lengths) or [min(step, max(0, length - k * step)) for k in range(count)]
+        given = integers(lengths, count) or [min(step, max(0, length - k * step)) for k in range(count)]
         if sum(given) != length or min(given) < 0 or len(given) != count:
             problem = f"the lengths {shown(given)} of {count} outputs must add up to {length}"
             raise ShapeMismatch(f"{problem}, the length of the input along axis {axis}")
