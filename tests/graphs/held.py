@@ -49,15 +49,15 @@ def chained(count: int, prefix: str = "t", outputs: int = 1, **attributes: Any) 
 
 
 def long_lists() -> bytes:
-    nodes = [helper.make_node("Transpose", [f"t{k}"], [f"t{k + 1}"], perm=[*range(1000, 1128)]) for k in range(3000)]
-    return model(nodes, ["t0"], ["t3000"])
+    nodes = [helper.make_node("Transpose", [f"t{k}"], [f"t{k + 1}"], perm=[*range(1000, 1128)]) for k in range(1000)]
+    return model(nodes, ["t0"], ["t1000"])
 
 
 def texts() -> bytes:
     """Texts of wide characters."""
     letters = "\U0001f600" * 900
-    nodes = [helper.make_node("Einsum", [f"t{k}"], [f"t{k + 1}"], equation=f"{k}{letters}") for k in range(2000)]
-    return model(nodes, ["t0"], ["t2000"])
+    nodes = [helper.make_node("Einsum", [f"t{k}"], [f"t{k + 1}"], equation=f"{k}{letters}") for k in range(1000)]
+    return model(nodes, ["t0"], ["t1000"])
 
 
 def called(calls: int, body: int, prefix: str = "t") -> bytes:
@@ -76,44 +76,44 @@ def nested() -> bytes:
     return model([helper.make_node("F11", ["x"], ["y"], domain="f")], ["x"], ["y"], functions=functions)
 
 
-def many_inputs(count: int = 5000) -> bytes:
+def many_inputs(count: int = 2000) -> bytes:
     nodes = [relu(f"input number {k}", f"output number {k}") for k in range(count)]
     return model(nodes, [one.input[0] for one in nodes], [one.output[0] for one in nodes])
 
 
-def many_weights(count: int = 5000, size: int = 4) -> bytes:
+def many_weights(count: int = 2000, size: int = 4) -> bytes:
     nodes = [helper.make_node("Add", [f"t{k}", f"layer.{k}.weight"], [f"t{k + 1}"]) for k in range(count)]
     weights = [numpy_helper.from_array(np.full(size, k, np.float32), f"layer.{k}.weight") for k in range(count)]
     return model(nodes, ["t0"], [f"t{count}"], weights)
 
 
 def constants() -> bytes:
-    nodes = [helper.make_node("Constant", [], [f"c{k}"], value_floats=[0.5] * 200) for k in range(3000)]
-    nodes += [helper.make_node("Sum", [f"c{k}" for k in range(3000)], ["y"])]
+    nodes = [helper.make_node("Constant", [], [f"c{k}"], value_floats=[0.5] * 200) for k in range(1000)]
+    nodes += [helper.make_node("Sum", [f"c{k}" for k in range(1000)], ["y"])]
     return model(nodes, [], ["y"])
 
 
 def wide() -> bytes:
     return model(
-        [helper.make_node("Sum", [f"x{k % 10}" for k in range(100_000)], ["y"])], [f"x{k}" for k in range(10)], ["y"]
+        [helper.make_node("Sum", [f"x{k % 10}" for k in range(50_000)], ["y"])], [f"x{k}" for k in range(10)], ["y"]
     )
 
 
 def trained() -> bytes:
-    nodes = [helper.make_node("Mul", [f"t{k}", f"w{k}"], [f"t{k + 1}"]) for k in range(3000)]
-    nodes.append(helper.make_node("ReduceSum", ["t3000"], ["loss"], keepdims=0))
-    weights = [numpy_helper.from_array(np.ones(4, np.float32), f"w{k}") for k in range(3000)]
+    nodes = [helper.make_node("Mul", [f"t{k}", f"w{k}"], [f"t{k + 1}"]) for k in range(1000)]
+    nodes.append(helper.make_node("ReduceSum", ["t1000"], ["loss"], keepdims=0))
+    weights = [numpy_helper.from_array(np.ones(4, np.float32), f"w{k}") for k in range(1000)]
     return model(nodes, ["t0"], ["loss"], weights)
 
 
 SHAPES: dict[str, Callable[[], bytes]] = {
-    "many nodes": lambda: chained(20_000),
+    "many nodes": lambda: chained(8000),
     "choices of outputs": lambda: chained(5000, outputs=3),
-    "long names": lambda: chained(3000, "n" * 900, name="c" * 900, doc_string="d" * 900),
+    "long names": lambda: chained(1000, "n" * 900, name="c" * 900, doc_string="d" * 900),
     "long lists of integers": long_lists,
     "wide texts": texts,
-    "a function called often": lambda: called(1000, 15),
-    "a long function": lambda: called(2, 4000, "p" * 900),
+    "a function called often": lambda: called(300, 15),
+    "a long function": lambda: called(2, 1500, "p" * 900),
     "functions in functions": nested,
     "many inputs and outputs": many_inputs,
     "many weights": many_weights,
