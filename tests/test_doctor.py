@@ -11,10 +11,9 @@ import numpy as np
 from service.buffers.changes import Create
 from service.buffers.lmdb import LmdbStore
 from service.buffers.lmdb.format import COUNT, TIME
-from service.buffers.packed import FORMAT
+from service.buffers.packed import FORMAT, seal, seed_of
 from service.buffers.perform import Request
 from service.buffers.record import Spec
-from service.buffers.sealed import seal, seed_of
 from service.dtypes import FLOAT32
 from tests.commands import add, called, put, run
 from tests.serving import serving

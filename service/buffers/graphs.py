@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import orjson
 
 from service.buffers.names import BufferName, graphs_of
+from service.buffers.packed import seed_of, unseal
 from service.buffers.record import Record, Spec
-from service.buffers.sealed import seed_of, unseal
 from service.dtypes import BOOL
 from service.errors import BufferCorrupt, GraphCorrupt, UnknownBuffer, UnknownGraph, shown
 

@@ -1,4 +1,4 @@
-"""Records and idempotency keys as stores keep them: lists that JSON can hold.
+"""Records and idempotency keys as stores keep them: lists that JSON can hold, and checksums.
 
 What most buffers do not use takes no bytes: rules with their defaults, contributors, and deadlines.
 """
@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, get_args
 
 import orjson
+import xxhash
 
 from service.buffers.epochs import Closed, ClosedBy
 from service.buffers.names import BufferName
@@ -35,6 +36,9 @@ Records of 7 do not say when the last epoch closed: then it is the last change b
 
 FINGERPRINT_BYTES = 16
 """Length of the fingerprint of a request with a key."""
+
+SEAL_BYTES = 8
+"""Length of a checksum."""
 
 DIGEST_BYTES = 16
 """Length of the digest of a key: with 128 bits no two keys are ever expected to share a digest."""
@@ -81,8 +85,24 @@ def spec_of(members: Mapping[str, Any]) -> Spec:
     return Spec(**{**members, "shape": tuple(members["shape"]), "dtype": DTYPES[members["dtype"]]})
 
 
+def seed_of(text: bytes | memoryview) -> int:
+    """Return the seed of the checksum of what is stored under this name: in another place, it is damaged, too."""
+    return xxhash.xxh3_64_intdigest(text)
+
+
+def seal(data: bytes, seed: int) -> bytes:
+    """Return the data and its checksum."""
+    return data + xxhash.xxh3_64_digest(data, seed)
+
+
+def unseal(sealed: bytes | memoryview, seed: int) -> memoryview | None:
+    """Return the data without its checksum; None if the two do not match."""
+    data = memoryview(sealed)[:-SEAL_BYTES]
+    return data if xxhash.xxh3_64_digest(data, seed) == bytes(sealed[-SEAL_BYTES:]) else None
+
+
 def pack_record(record: Record) -> bytes:
-    """Return a record without its name, as JSON."""
+    """Return a record as it is stored under its name: JSON, sealed."""
     spec = record.spec
     fields = [
         orjson.Fragment(spec.text),
@@ -102,11 +122,12 @@ def pack_record(record: Record) -> bytes:
         fields += [record.closed_at, record.absent, record.about]
     elif record.closed_at is not None:
         fields += [record.closed_at, record.absent] if record.absent else [record.closed_at]
-    return orjson.dumps(fields)
+    return seal(orjson.dumps(fields), seed_of(record.full_name.joined.encode()))
 
 
-def unpack_record(name: BufferName, packed: bytes | memoryview) -> Record:
+def unpack_record(name: BufferName, sealed: bytes | memoryview) -> Record:
     """Return the record of this name. Raises `BufferCorrupt` for what no version has packed."""
+    packed = unseal(sealed, seed_of(name.joined.encode())) or b""
     try:
         members, *state = orjson.loads(packed)
         spec = _shared_spec(orjson.dumps(members))

@@ -13,10 +13,9 @@ import pytest
 
 from service.buffers import failpoints
 from service.buffers.names import BufferName
-from service.buffers.packed import unpack_push
+from service.buffers.packed import unpack_push, unpack_record
 from service.buffers.postgres import PostgresStore, batch, blobs, compactor, deltas, janitor, transaction, writer
 from service.buffers.postgres.pushes import values_of
-from service.buffers.sealed import unpack_record
 from tests.buffers.stores import PATIENCE, SMALL_CHUNK
 
 

@@ -14,7 +14,7 @@ from service.buffers import clock
 from service.buffers.changes import Add
 from service.buffers.lmdb import LmdbStore
 from service.buffers.lmdb.format import CLOCK
-from service.buffers.sealed import seal, seed_of
+from service.buffers.packed import seal, seed_of
 from service.buffers.store import Store
 from tests.buffers.calls import create, do, key, ones
 from tests.buffers.stores import MAX_BYTES, Reopen, reopening

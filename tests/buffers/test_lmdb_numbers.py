@@ -18,8 +18,7 @@ from service.buffers.changes import Add, Create, Delete, Take
 from service.buffers.doctor import examine
 from service.buffers.lmdb.format import NUMBER, keep
 from service.buffers.lmdb.store import LmdbStore
-from service.buffers.packed import FORMAT
-from service.buffers.sealed import pack_record
+from service.buffers.packed import FORMAT, pack_record
 from service.errors import StoreFailed
 from tests.buffers.calls import LARGE, add, create, do, ones, spec, value
 from tests.buffers.stores import MAX_BYTES, Clock, Reopen, open_lmdb, wrong

@@ -10,7 +10,17 @@ import pytest
 
 from service.buffers.epochs import Closed
 from service.buffers.names import BufferName
-from service.buffers.packed import pack_known, pack_push, pack_record, unpack_known, unpack_push, unpack_record
+from service.buffers.packed import (
+    SEAL_BYTES,
+    pack_known,
+    pack_push,
+    pack_record,
+    seal,
+    seed_of,
+    unpack_known,
+    unpack_push,
+    unpack_record,
+)
 from service.buffers.pushes import Push, Staged, StagedPart
 from service.buffers.record import Known, Record
 from service.errors import BufferCorrupt, UnknownBuffer
@@ -25,25 +35,34 @@ PLAIN = (
 """A record without deadline and contributors: its quorum has closed an epoch, and a take another, at 2.25."""
 
 
+def text_of(record: Record) -> bytes:
+    """Return what is stored of the record, without its checksum."""
+    return pack_record(record)[:-SEAL_BYTES]
+
+
+def record_of(text: bytes) -> Record:
+    return unpack_record(NAME, seal(text, seed_of(b"a")))
+
+
 def test_a_plain_record_takes_few_bytes() -> None:
-    record = unpack_record(NAME, PLAIN)
+    record = record_of(PLAIN)
     assert record.spec == spec((2,), quorum=2, keep=2)
     assert (record.epoch, record.version, record.count, record.value) == (2, 5, 1, 9)
     assert record.closed == (Closed(0, 2, 2, 2.0, 3, "quorum"), Closed(1, 4, 1, 1.0, None, "take"))
     assert (record.began, record.contributors_in, record.deadline_at, record.missing) == (None, {}, None, None)
     assert (record.closed_at, record.absent) == (2.25, {})
-    assert pack_record(record) == PLAIN
+    assert text_of(record) == PLAIN
     new = Record(NAME, record.spec, 7, 1.5, 2.5)
-    assert pack_record(new) == PLAIN[: PLAIN.index(b",2,5")] + b",0,0,0,0.0,null,[]]"
+    assert text_of(new) == PLAIN[: PLAIN.index(b",2,5")] + b",0,0,0,0.0,null,[]]"
 
 
 def test_a_record_of_a_format_before_8_closed_its_epoch_with_its_last_change() -> None:
     before = PLAIN.replace(b",2.25]", b"]")
-    record = unpack_record(NAME, before)
+    record = record_of(before)
     assert (record.closed_at, record.absent) == (2.5, {})
     changed = record.changed(updated=9.5)
-    assert unpack_record(NAME, pack_record(changed)).closed_at == 2.5
-    with_names = unpack_record(NAME, before[:-1] + b',null,{"x":1}]')
+    assert record_of(text_of(changed)).closed_at == 2.5
+    with_names = record_of(before[:-1] + b',null,{"x":1}]')
     assert (with_names.contributors_in, with_names.closed_at) == ({"x": 1}, 2.5)
 
 
@@ -51,25 +70,29 @@ def test_a_record_of_a_format_before_8_closed_its_epoch_with_its_last_change() -
 @pytest.mark.parametrize("held", [{}, {"x": 2, "ü b": 1}])
 @pytest.mark.parametrize("rules", [{}, {"deadline_seconds": 2.5, "min_count": 3, "contributors": ("x", "y")}])
 @pytest.mark.parametrize("absent", [{}, {"y": 1.5}])
+@pytest.mark.parametrize("about", [{}, {"digest": "00", "options": {"loss": "x"}}])
 def test_a_record_comes_back(
-    began: float | None, held: dict[str, int], rules: dict[str, Any], absent: dict[str, float]
+    began: float | None, held: dict[str, int], rules: dict[str, Any], absent: dict[str, float], about: dict[str, Any]
 ) -> None:
     closed = (Closed(0, 2, 2, 2.0, 3, "deadline", held), Closed(1, 4, 1, 1.0, 4, "quorum", {}), Closed(2, 5, 1, 1.0, 5))
     full = spec((2, 3), quorum=5, keep=3, quorum_weight=4.0, per_contributor=2, **rules)
-    record = Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, began, held, 2.25, absent)
-    assert unpack_record(NAME, pack_record(record)) == record
+    record = Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, began, held, 2.25, absent, about)
+    assert record_of(text_of(record)) == record
 
 
 @pytest.mark.parametrize(
     "packed",
     [
         *(b"", b"[]", b"[{}]", b"3", b"null", PLAIN[:-1], PLAIN[:-1] + b",1,2,3]"),
-        *(PLAIN[:-6] + rest for rest in (b",null,{},2.25,{},1]", b",null,{},[]]", b",{}]", b",null,1]")),
+        *(
+            PLAIN[:-6] + rest
+            for rest in (b",null,{},2.25,{},1]", b",null,{},2.25,{},{},1]", b",null,{},[]]", b",{}]", b",null,1]")
+        ),
     ],
 )
 def test_what_nothing_has_packed_is_refused(packed: bytes) -> None:
     with pytest.raises(BufferCorrupt, match="'a' is damaged"):
-        unpack_record(NAME, packed)
+        record_of(packed)
 
 
 @pytest.mark.parametrize("word", [b'"x"', b"[]", b"{}", b"[null]"])
@@ -78,12 +101,12 @@ def test_a_number_of_another_type_is_damage(word: bytes) -> None:
     rules: dict[str, Any] = {"quorum_weight": 4.5, "per_contributor": 2, "deadline_seconds": 2.5, "min_count": 3}
     closed = (Closed(0, 2, 2, 2.0, 3, "deadline"), Closed(1, 4, 1, 1.0, None))
     full = spec((2, 3), quorum=5, keep=3, ttl_seconds=9.5, max_norm=1.5, **rules)
-    packed = pack_record(Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, 3.25, {}, 2.25, {"x": 1.5}))
+    packed = text_of(Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, 3.25, {}, 2.25, {"x": 1.5}))
     numbers = [*re.finditer(rb"(?<=[\[,:])[\d.]+(?=[,\]}])", packed)]
     assert len(numbers) == 10 + 9 + 11
     for number in numbers:
         with pytest.raises(BufferCorrupt, match="'a' is damaged"):
-            unpack_record(NAME, packed[: number.start()] + word + packed[number.end() :])
+            record_of(packed[: number.start()] + word + packed[number.end() :])
 
 
 @pytest.mark.parametrize(
@@ -102,11 +125,11 @@ def test_a_number_of_another_type_is_damage(word: bytes) -> None:
 def test_a_member_that_no_version_has_packed_is_damage(member: bytes, wrong: Sequence[bytes]) -> None:
     closed = (Closed(0, 2, 2, 2.0, 3, "deadline", {"x": 1}),)
     full = spec((2, 3), quorum=2, contributors=("x", "y"))
-    packed = pack_record(Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, 3.25, {"x": 2}, 2.25, {"y": 1.5}))
+    packed = text_of(Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, 3.25, {"x": 2}, 2.25, {"y": 1.5}))
     assert len(re.findall(member, packed)) >= 1
     for each in wrong:
         with pytest.raises(BufferCorrupt, match="'a' is damaged"):
-            unpack_record(NAME, re.sub(member, lambda _: each, packed, count=1))  # noqa: B023 - it is called here
+            record_of(re.sub(member, lambda _: each, packed, count=1))  # noqa: B023 - it is called here
 
 
 KNOWN = Known(

@@ -17,14 +17,13 @@ from service.buffers import failpoints, perform
 from service.buffers.changes import Add, Create, Delete, Zero
 from service.buffers.doctor import examine
 from service.buffers.names import BufferName
-from service.buffers.packed import FORMAT
+from service.buffers.packed import FORMAT, unpack_record
 from service.buffers.perform import Request, Wide
 from service.buffers.postgres import batch, compactor, connections, failures, janitor, outage, watcher
 from service.buffers.postgres import store as store_module
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.exchange import Connection
 from service.buffers.record import Record
-from service.buffers.sealed import unpack_record
 from service.errors import StoreFailed, TooManyTensors, UnknownBuffer
 from tests.buffers.calls import add, create, do, key, ones, spec, value
 from tests.buffers.postgres import Schema, until, until_changed

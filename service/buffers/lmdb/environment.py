@@ -19,9 +19,8 @@ from service.buffers.lmdb.format import COUNT, DATABASES, NUMBER, index, keep, n
 from service.buffers.lmdb.pages import faults_of
 from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full
 from service.buffers.names import BufferName, graphs_of
-from service.buffers.packed import FORMAT, READABLE, check_format
+from service.buffers.packed import FORMAT, READABLE, check_format, pack_record, seed_of, unseal
 from service.buffers.room import store_full
-from service.buffers.sealed import pack_record, seed_of, unseal
 from service.errors import BufferCorrupt, StoreFailed
 from service.host.files import check_regular, open_new
 from service.host.system import disk_bytes, reserve, sync_drive, sync_path

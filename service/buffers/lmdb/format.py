@@ -42,7 +42,7 @@ The databases of the LMDB environment hold:
                b"\xff", time, 8 bytes, and `BufferName.joined` -> nothing: when the running epoch is due
 
 Keys are big-endian, times are microseconds since 1970; numbers in chunks and lists of slots are little-endian. Sealed
-data ends with its XXH3 checksum, seeded by the place where it belongs (`service/buffers/sealed.py`). The file `format`
+data ends with its XXH3 checksum, seeded by the place where it belongs (`service/buffers/packed.py`). The file `format`
 says that a store was complete once.
 
 Why `keys` and `outcomes` are apart: the store adds and deletes outcomes in the order of time, so that their pages are
@@ -69,8 +69,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from service.buffers.names import BufferName
+from service.buffers.packed import seal, seed_of
 from service.buffers.record import Record
-from service.buffers.sealed import seal, seed_of
 
 DATABASES = ("buffers", "values", "free", "keys", "outcomes", "pushes", "deadlines")
 """All databases but `meta`."""

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import KEYS, TIME, USE, index, keep, microseconds, with_prefix
-from service.buffers.packed import digest_of, pack_known, unpack_known
+from service.buffers.packed import digest_of, pack_known, seal, seed_of, unpack_known, unseal
 from service.buffers.record import Key, Known
-from service.buffers.sealed import seal, seed_of, unseal
 
 PAGE_BYTES = 4096
 """LMDB's page on nearly all machines."""

@@ -8,9 +8,8 @@ from typing import Any
 
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import FORGET, TIME, microseconds, with_prefix
-from service.buffers.packed import pack_push, unpack_push
+from service.buffers.packed import pack_push, seal, seed_of, unpack_push, unseal
 from service.buffers.pushes import MAX_STORED_BYTES, Push, PushName
-from service.buffers.sealed import seal, seed_of, unseal
 from service.errors import BufferCorrupt
 
 _HEAD = struct.Struct(">QQ")

@@ -18,8 +18,8 @@ from service.buffers.lmdb.pushes import PushReader
 from service.buffers.lmdb.slots import CHUNK_BYTES, slots_in, stored_number
 from service.buffers.lmdb.values import ValueReader
 from service.buffers.names import BufferName, graphs_of
+from service.buffers.packed import SEAL_BYTES, unpack_record
 from service.buffers.record import Record
-from service.buffers.sealed import SEAL_BYTES, unpack_record
 from service.errors import BufferCorrupt
 
 T = TypeVar("T")

@@ -18,10 +18,10 @@ from service.buffers.lmdb.slots import CHUNK_BYTES, RESERVE_BYTES, disk_full
 from service.buffers.lmdb.staging import Staging
 from service.buffers.lmdb.value_writer import ValueWriter
 from service.buffers.names import BufferName
+from service.buffers.packed import SEAL_BYTES, pack_record
 from service.buffers.pushes import PushName
 from service.buffers.record import Key, Known, Record, Spec
 from service.buffers.room import KEYS_PART, check_keys, store_full
-from service.buffers.sealed import SEAL_BYTES, pack_record
 from service.buffers.staging import free_push
 from service.dtypes import Array
 from service.errors import BufferCorrupt

@@ -32,9 +32,9 @@ from service.buffers.lmdb.values import (
     checksum_of,
     pieces_of,
 )
+from service.buffers.packed import SEAL_BYTES
 from service.buffers.pushes import Place
 from service.buffers.record import Spec
-from service.buffers.sealed import SEAL_BYTES
 from service.dtypes import NAMES, Array
 from service.errors import BufferCorrupt
 from service.kernels.gather import GatheredRows

@@ -21,8 +21,8 @@ import xxhash
 from service.buffers.gradients import Dense, Gradient, add_piece
 from service.buffers.lmdb.format import NUMBER
 from service.buffers.lmdb.slots import CHUNK_BYTES, Databases
+from service.buffers.packed import SEAL_BYTES, unseal
 from service.buffers.record import Spec
-from service.buffers.sealed import SEAL_BYTES, unseal
 from service.buffers.store import Allocate
 from service.dtypes import BOOL, DTYPES, Array, DType
 from service.errors import BufferCorrupt

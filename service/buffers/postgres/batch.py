@@ -21,7 +21,7 @@ from psycopg.errors import DiskFull
 from service.buffers import perform
 from service.buffers.changes import Create
 from service.buffers.names import BufferName, graphs_of
-from service.buffers.packed import digest_of, pack_known
+from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import statements as sql
 from service.buffers.postgres.changes import Changes, Found, Stored
@@ -31,7 +31,6 @@ from service.buffers.postgres.failures import MovedError, NoStandbyError, is_dam
 from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, ask_pushes, found_pushes, put_pushes
 from service.buffers.postgres.schema import FREED_SECONDS
 from service.buffers.restore import Restore
-from service.buffers.sealed import pack_record, unpack_record
 from service.buffers.sets import Set
 from service.errors import BufferCorrupt, GradserveError
 

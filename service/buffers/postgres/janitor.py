@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import orjson
 
 from service.buffers.names import BufferName
-from service.buffers.packed import unpack_push
+from service.buffers.packed import unpack_push, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres.blobs import Blobs, drop_free, movable
 from service.buffers.postgres.connections import HANGING_SECONDS, Database
@@ -36,7 +36,6 @@ from service.buffers.postgres.statements import (
     USED,
 )
 from service.buffers.room import check_keys, check_staged, room_for, store_full
-from service.buffers.sealed import unpack_record
 from service.errors import BufferCorrupt
 
 logger = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from service.buffers.names import BufferName
+from service.buffers.packed import unpack_record
 from service.buffers.postgres.exchange import Connection, Statement
 from service.buffers.postgres.statements import RECORD_SIZE
 from service.buffers.record import Record
-from service.buffers.sealed import unpack_record
 from service.errors import BufferCorrupt
 
 _RECORDS = Statement(f"""

@@ -13,7 +13,7 @@ import numpy as np
 import psycopg
 
 from service.buffers.names import BufferName
-from service.buffers.packed import unpack_known, unpack_push
+from service.buffers.packed import unpack_known, unpack_push, unpack_record
 from service.buffers.postgres.connections import CONNECT_SECONDS
 from service.buffers.postgres.deltas import Delta, complete, read_numbers, stream, total
 from service.buffers.postgres.exchange import Connection, Execution, Statement
@@ -23,7 +23,6 @@ from service.buffers.postgres.schema import format_of, older_graphs
 from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, NO_LIMIT, NOW, SEAL_OF_KEY, VERSION
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
-from service.buffers.sealed import unpack_record
 from service.dtypes import Array
 from service.errors import BufferCorrupt, StoreFailed
 

@@ -15,7 +15,7 @@ too, and the transaction that would admit it finds that and fails; the writer st
 
 A table has the blobs of a block of ids, and is dropped once all of them are free: see `blobs.py`.
 
-A record is sealed as in LMDB: it ends with a checksum, seeded by the name of its buffer (`service/buffers/sealed.py`).
+A record is sealed as in LMDB: it ends with a checksum, seeded by the name of its buffer (`service/buffers/packed.py`).
 
 The gradients of a push in parts are deltas, too, of values that no buffer has: see `pushes.py`.
 
@@ -32,11 +32,10 @@ from psycopg import sql
 
 from service.buffers.graphs import unpack_older
 from service.buffers.names import BufferName, graphs_of
-from service.buffers.packed import FORMAT, check_format
+from service.buffers.packed import FORMAT, check_format, pack_record
 from service.buffers.postgres.connections import LOCK_SECONDS, Database
 from service.buffers.postgres.exchange import Connection, Statement, columns
 from service.buffers.postgres.statements import BLOB_TABLES, HAS_TABLE, PUT, SEAL_OF_KEY, VERSION
-from service.buffers.sealed import pack_record
 from service.errors import BufferCorrupt, StoreFailed
 
 ID_BLOCK = 1000

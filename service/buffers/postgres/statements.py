@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from service.buffers.names import HIDDEN
+from service.buffers.packed import SEAL_BYTES
 from service.buffers.postgres.exchange import Statement
 from service.buffers.pushes import MAX_STORED_BYTES
-from service.buffers.sealed import SEAL_BYTES
 
 KEY_LOCK = 1
 """The class of the advisory locks of keys."""

@@ -19,7 +19,7 @@ import numpy as np
 from service.buffers.epochs import Closed
 from service.buffers.graphs import MAX_GRAPHS
 from service.buffers.names import BufferName
-from service.buffers.packed import digest_of, unpack_known, unpack_push
+from service.buffers.packed import digest_of, unpack_known, unpack_push, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import lists
 from service.buffers.postgres import schema as tables
@@ -39,7 +39,6 @@ from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
 from service.buffers.pushes import Push
 from service.buffers.record import Key, Known, Most, Record, Snapshot
-from service.buffers.sealed import unpack_record
 from service.buffers.store import (
     KEY_SECONDS,
     MAX_BUFFERS,
