@@ -122,8 +122,8 @@ def test_a_store_in_a_database_has_metrics_of_the_database(postgres_url: str) ->
         before = scraped(url, store="database")
         for _ in range(2):
             client.post("/v1/buffers/a/accumulate", json={"gradient": [1] * 100_000})
-        client.post("/v1/buffers/a/accumulate?epoch=1", json={"gradient": [1] * 100_000})  # refused after it was staged
-        after = scraped(url, store="database")
+        client.post("/v1/buffers/a/accumulate", json={"gradient": [3.4e38] * 100_000}, params={"weight": 2})
+        after = scraped(url, store="database")  # the last gradient was refused for its sum, after it was staged
     for name, expected in (("unfolded_bytes", 800_000), ("loose_bytes", 400_000), ("standbys", 0)):
         name = f"gradserve_database_{name}"
         assert (of(before, name), of(after, name)) == (0, expected)
