@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ from safetensors.numpy import load, save
 
 from service.codecs.safetensors import MEDIA_TYPE
 from service.graphs.graph import Graph
+from service.kernels import claim
 from service.keys import add as add_key
 from tests.api.models import chain, linear, model, trained
 from tests.serving import assert_problem, serving
@@ -357,6 +360,25 @@ def test_an_upload_ends_when_its_client_waits_no_longer() -> None:
         answer = client.put("/v1/graphs/wide", content=wide, params=query, headers=headers)
         assert_problem(answer, 422, "graph_too_slow", "0.1 seconds", "Request-Timeout")
         assert client.get("/v1/graphs").json()["graphs"] == []
+
+
+def test_a_client_that_leaves_ends_the_reading_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def endless(*_: Any) -> None:
+        began.set()
+        try:
+            while True:
+                claim(0)  # as the loops over the parts of a model do
+        finally:
+            ended.set()
+
+    monkeypatch.setattr("service.graphs.graph.read", endless)
+    with serving() as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+        connection.sendall(b"PUT /v1/graphs/g HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\nx")
+        assert began.wait(30)
+        connection.close()
+        assert ended.wait(30)
 
 
 def test_a_key_needs_scopes(tmp_path: Path) -> None:

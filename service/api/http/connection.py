@@ -35,9 +35,9 @@ TURN_STEPS = 4
 HANDSHAKE_SECONDS = 10.0
 """Seconds for a TLS handshake, which takes two round trips. The connection counts like any other meanwhile."""
 
-ONE_WAY_SECONDS = 10.0
-"""Seconds for an answer to begin after its client has closed its own direction. Most such clients have left, and their
-kernels would run for nobody."""
+ONE_WAY_SECONDS = 1.0
+"""Seconds for an answer to begin after its client has closed its own direction. Nearly all such clients have left, and
+their kernels and graphs would run for nobody."""
 
 logger = logging.getLogger("uvicorn.error")
 

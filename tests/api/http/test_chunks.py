@@ -157,8 +157,11 @@ def test_other_connections_have_their_turn_during_blank_lines(
     assert max(taken) <= 100
 
 
-def test_a_client_may_close_its_direction_behind_small_chunks(ways: list[Open]) -> None:
+def test_a_client_may_close_its_direction_behind_small_chunks(
+    ways: list[Open], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over TCP and a UNIX socket; TLS cannot close one direction."""
+    monkeypatch.setattr("service.api.http.connection.ONE_WAY_SECONDS", 30)
     for open_way in ways[:2]:
         with open_way() as connection:
             connection.sendall(chunked().replace(HEAD, HEAD + BLANKS["of one byte"]))

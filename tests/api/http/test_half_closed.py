@@ -26,6 +26,12 @@ LAST = CHUNKED % b"" + b"0\r\n\r\n"
 """An add, whose body is chunked."""
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer to begin an answer than a server waits."""
+    monkeypatch.setattr("service.api.http.connection.ONE_WAY_SECONDS", 30)
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with serving() as url:

@@ -65,7 +65,10 @@ def test_a_connection_ends_if_its_client_wants_so(server: SimpleNamespace) -> No
         assert connection.is_closed()
 
 
-def test_a_client_that_closes_its_direction_is_answered(server: SimpleNamespace) -> None:
+def test_a_client_that_closes_its_direction_is_answered(
+    server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.api.http.connection.ONE_WAY_SECONDS", 30)
     with Connection(server.unix) as connection:
         connection.send(ADD * 30)
         connection.socket.shutdown(socket.SHUT_WR)
