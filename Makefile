@@ -54,7 +54,7 @@ openapi: $(VENV)/.dev $(NODE)/.installed  ## lint the OpenAPI document with Redo
 clients: $(VENV)/.dev $(NODE)/.installed $(CLIENTS)/.installed  ## generate clients in TypeScript, Go, Python and Java, and call a server
 	GRADSERVE_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/python -m pytest -n 2 tests/generated_clients $(WHAT)
 
-fuzz: $(VENV)/.frameworks  ## decode damaged and compressed bodies for SECONDS=60, then send random requests, hostile calls, damaged and random models, random changes of buffers, and flip bits of stores
+fuzz: $(VENV)/.dev  ## decode damaged and compressed bodies for SECONDS=60, then send random requests, hostile calls, damaged and random models, random changes of buffers, and flip bits of stores
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)
 	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/kernels/test_hostile.py tests/graphs/test_hostile_models.py tests/graphs/onnx_suite.py tests/api/test_schema.py tests/api/test_fuzz.py tests/api/test_random_graphs.py tests/buffers/test_state_machine.py tests/buffers/test_lmdb_pages.py tests/faults/test_state_machine.py
 
