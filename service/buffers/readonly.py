@@ -18,9 +18,9 @@ class Moment(Protocol):
     """A store as it is at one moment."""
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
-        """Yield the buffers whose joined names begin with the prefix: name and record, None if that is damaged.
+        """Yield at least the buffers whose joined names begin with the prefix: name and record, None if it is damaged.
 
-        Graphs are among them.
+        Graphs are among them, of an older format all.
         """
 
     def streamed(self, spec: Spec, value: int | None) -> Iterator[Array]:

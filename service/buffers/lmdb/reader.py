@@ -67,14 +67,11 @@ class Reader:
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
         """Yield the buffers whose joined names begin with the prefix: name and record, None if that is damaged."""
         found = self._between(self._env.buffers, prefix.encode(), prefix.encode() + BEHIND, unpack_record)
-        return found if self._env.older_graphs is None else itertools.chain(found, self._older_graphs(prefix))
-
-    def _older_graphs(self, prefix: str) -> Iterator[tuple[BufferName, Record | None]]:
-        """Yield the graphs of a store of an older format, as the buffers that they are in this format."""
-        for name, record in self._between(self._env.older_graphs, b"", BEHIND, unpack_older):
-            full = BufferName(graphs_of(name.namespace), name.name)
-            if full.joined.startswith(prefix):
-                yield full, record
+        if self._env.older_graphs is None:
+            return found
+        graphs = self._between(self._env.older_graphs, b"", BEHIND, unpack_older)
+        older = ((BufferName(graphs_of(name.namespace), name.name), record) for name, record in graphs)
+        return itertools.chain(found, older)
 
     def _between(
         self, database: Any, start: bytes, stop: bytes, unpack: Callable[[BufferName, memoryview], T]

@@ -91,7 +91,7 @@ class PostgresMoment:
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
         found = [(BufferName(*row[:2]), *row[2:]) for row in self._connection.ask(ALL_RECORDS(prefix))]
-        older = ((name, packed, 1) for name, packed in older_graphs(self._connection) if name.joined.startswith(prefix))
+        older = ((name, packed, 1) for name, packed in older_graphs(self._connection))
         for full_name, packed, seq in (*found, *older):
             try:
                 record = unpack_record(full_name, packed)
