@@ -22,7 +22,7 @@ import httpx
 import numpy as np
 import pytest
 
-from service.buffers.postgres import PostgresStore, store
+from service.buffers.postgres import PostgresStore, outage, store
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.exchange import Connection
 from service.errors import StoreFailed
@@ -274,6 +274,7 @@ def test_an_emptied_setting_acknowledges_nothing(pair: Pair, tmp_path: Path) -> 
 def test_a_failover_between_a_read_and_its_fence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The standby of the next primary has all that this has, but not what was read."""
     monkeypatch.setattr(store, "READ_SECONDS", PATIENCE)
+    monkeypatch.setattr(outage, "AWAY_SECONDS", PATIENCE)  # a failover takes as long as the machine lets it
     schema, usual, servers, dead = f"s{new_key()}", Database.cross, list[str](), list[Cluster]()
 
     def cross(self: Database, connection: Connection) -> str:

@@ -95,7 +95,7 @@ def constants() -> bytes:
 
 def wide() -> bytes:
     return model(
-        [helper.make_node("Sum", [f"x{k % 10}" for k in range(50_000)], ["y"])], [f"x{k}" for k in range(10)], ["y"]
+        [helper.make_node("Sum", [f"x{k % 10}" for k in range(100_000)], ["y"])], [f"x{k}" for k in range(10)], ["y"]
     )
 
 
