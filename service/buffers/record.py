@@ -11,16 +11,7 @@ from service.buffers.epochs import Closed, ClosedBy, described
 from service.buffers.names import BufferName
 from service.buffers.specs import Spec as Spec
 from service.dtypes import Array
-from service.errors import (
-    EpochGone,
-    EpochOpen,
-    GradserveError,
-    SourceChanged,
-    TooManyBuffers,
-    TooManyGraphs,
-    UnknownBuffer,
-    shown,
-)
+from service.errors import EpochGone, EpochOpen, GradserveError, SourceChanged, UnknownBuffer, shown
 
 Receipt: TypeAlias = dict[str, Any]
 """The result of a change: name, updated, closed, epoch, version, count and weight; of a new buffer its metadata.
@@ -32,22 +23,6 @@ WEIGHT_ROUNDING = 1e-9
 """The relative part of `quorum_weight` that may be missing: ten shares of 0.1 sum to a little less than 1."""
 
 
-class Most(NamedTuple):
-    """How many buffers, and how many graphs, a namespace may have."""
-
-    buffers: int
-    graphs: int
-
-    def refusal(self, name: BufferName, count: int) -> TooManyBuffers | TooManyGraphs | None:
-        """Return why the namespace of this name, which has `count` buffers or graphs, may have no further one."""
-        what, limit = ("buffers", self.buffers) if name.graph is None else ("graphs", self.graphs)
-        if count < limit:
-            return None
-        setting = f"GRADSERVE_MAX_{what.upper()}"
-        problem = f"The namespace has {count} {what}; the limit is {limit} ({setting}): delete some first"
-        return (TooManyBuffers if name.graph is None else TooManyGraphs)(problem, limit=limit, count=count)
-
-
 @dataclass(frozen=True)
 class Record:
     """A buffer without its numbers. The store keeps them under the id `value`; None means zeros, which are not stored.
@@ -55,8 +30,7 @@ class Record:
     `id` tells the buffer from earlier buffers of the same name. `began` is the time of the running epoch's first add,
     None without a deadline. `contributors_in` counts the gradients of each contributor in it. `closed_at` is when the
     last epoch closed. `absent` has those of the spec's contributors who were not in that epoch: when the last epoch
-    that had them closed, or the creation. `about` is what the service keeps with a buffer that no client
-    names.
+    that had them closed, or the creation. `about` is what the service keeps with a buffer that no client names.
     """
 
     full_name: BufferName

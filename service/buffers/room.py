@@ -1,15 +1,17 @@
-"""What a store may hold: its limit, and the share of a namespace's idempotency keys in it."""
+"""What a store may hold: its limit, the share of a namespace's idempotency keys, and the buffers of a namespace."""
 
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
 
 from service.buffers.changes import Add, Create, Delete
 from service.buffers.graph_changes import DeleteGraph
+from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.restore import Restore
 from service.buffers.rules import SetRules
-from service.errors import KeysFull, PushesFull, StoreFull
+from service.errors import KeysFull, PushesFull, StoreFull, TooManyBuffers, TooManyGraphs
 
 KEYS_PART = 4
 """Keys of a namespace take at most this part of the store, a quarter: one namespace never fills it for all."""
@@ -22,6 +24,22 @@ SHRINKING_PART = 64
 
 UNLIMITED = sys.maxsize
 """In place of a limit."""
+
+
+class Most(NamedTuple):
+    """How many buffers, and how many graphs, a namespace may have."""
+
+    buffers: int
+    graphs: int
+
+    def refusal(self, name: BufferName, count: int) -> TooManyBuffers | TooManyGraphs | None:
+        """Return why the namespace of this name, which has `count` buffers or graphs, may have no further one."""
+        what, limit = ("buffers", self.buffers) if name.graph is None else ("graphs", self.graphs)
+        if count < limit:
+            return None
+        setting = f"GRADSERVE_MAX_{what.upper()}"
+        problem = f"The namespace has {count} {what}; the limit is {limit} ({setting}): delete some first"
+        return (TooManyBuffers if name.graph is None else TooManyGraphs)(problem, limit=limit, count=count)
 
 
 def check_keys(namespace_bytes: int, max_bytes: int) -> None:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from service.buffers.lmdb.values import Chunk
 from service.buffers.names import BufferName
-from service.buffers.record import Most, Record
+from service.buffers.record import Record
+from service.buffers.room import Most
 from service.buffers.store import Allocate
 from service.dtypes import Array
 

@@ -26,7 +26,8 @@ from service.buffers.lmdb.writer import Writer
 from service.buffers.names import HIDDEN, BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import DRAFT, Push
-from service.buffers.record import Key, Known, Most, Record, Snapshot
+from service.buffers.record import Key, Known, Record, Snapshot
+from service.buffers.room import Most
 from service.buffers.store import (
     KEY_SECONDS,
     MAX_BUFFERS,

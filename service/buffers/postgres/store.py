@@ -38,7 +38,8 @@ from service.buffers.postgres.statements import COUNT, MEASURES, NOW, OUTCOME, R
 from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
 from service.buffers.pushes import Push
-from service.buffers.record import Key, Known, Most, Record, Snapshot
+from service.buffers.record import Key, Known, Record, Snapshot
+from service.buffers.room import Most
 from service.buffers.store import (
     KEY_SECONDS,
     MAX_BUFFERS,

@@ -22,7 +22,8 @@ from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.schema import ROW_BYTES
 from service.buffers.pushes import Place, Push, PushName
-from service.buffers.record import Key, Known, Most, Record, Spec
+from service.buffers.record import Key, Known, Record, Spec
+from service.buffers.room import Most
 from service.buffers.store import Allocate
 from service.dtypes import Array
 from service.errors import BufferCorrupt

@@ -35,8 +35,8 @@ from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.schema import ROW_BYTES, make_partitions
 from service.buffers.postgres.statements import MOST_DUE, STAGE
 from service.buffers.postgres.transaction import PostgresTransaction, Trial, WritesError
-from service.buffers.record import Most
 from service.buffers.restore import Restore
+from service.buffers.room import Most
 from service.buffers.store import Allocate, Committed, after_commit, settle, without_traceback
 from service.engine.pool import Pool
 from service.errors import GradserveError, StoreFailed, StoreFull
