@@ -19,17 +19,21 @@ import psycopg
 from psycopg.errors import DiskFull
 
 from service.buffers import perform
-from service.buffers.changes import Create
+from service.buffers.batches import COST_OF_BUFFER
+from service.buffers.changes import Add, Create
+from service.buffers.gradients import Rows, adds_nothing
+from service.buffers.graph_changes import PutGraph
 from service.buffers.names import BufferName, graphs_of
 from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import statements as sql
 from service.buffers.postgres.changes import Changes, Found, Stored
 from service.buffers.postgres.connections import Database
+from service.buffers.postgres.deltas import Payload, payload_of
 from service.buffers.postgres.exchange import Connection, ResultRows, columns
 from service.buffers.postgres.failures import MovedError, NoStandbyError, is_damage
 from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, ask_pushes, found_pushes, put_pushes
-from service.buffers.postgres.schema import FREED_SECONDS
+from service.buffers.postgres.schema import FREED_SECONDS, ROW_BYTES
 from service.buffers.restore import Restore
 from service.buffers.sets import Set
 from service.errors import BufferCorrupt, GradserveError
@@ -55,6 +59,24 @@ class Submission:
     def names(self) -> list[BufferName]:
         graph, names = self.request.graph, [BufferName(self.namespace, one.name) for one in self.request.changes]
         return names if graph is None else [*names, BufferName(graphs_of(self.namespace), graph.name)]
+
+
+def work_of(submission: Submission) -> int:
+    """Return the work of a request in the transaction, as bytes: those that it writes there, and for each buffer."""
+    return submission.unstaged_bytes + COST_OF_BUFFER * (1 + len(submission.request.changes))
+
+
+def large_arrays(submission: Submission) -> dict[int, Payload]:
+    """Return the arrays of the request that are too large for a row, by their identity. Sum up the others."""
+    changes, graph = submission.request.changes, submission.request.graph
+    added = [one.gradient for one in changes if isinstance(one, Add) and one.do_update and one.weight]
+    gradients = [one.gathered if isinstance(one, Rows) else one for one in added if not adds_nothing(one)]
+    arrays = [change.value for change in changes if isinstance(change, Restore)]
+    arrays += [graph.content] if isinstance(graph, PutGraph) else []
+    payloads = {id(one): payload_of(one) for one in (*gradients, *arrays) if one is not None}
+    sizes = {key: payload.nbytes for key, payload in payloads.items()}
+    submission.unstaged_bytes = sum(size for size in sizes.values() if size <= ROW_BYTES)
+    return {key: payload for key, payload in payloads.items() if sizes[key] > ROW_BYTES}
 
 
 class Batch:

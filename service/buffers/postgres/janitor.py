@@ -16,7 +16,7 @@ from service.buffers.perform import Outcome, Request
 from service.buffers.postgres.blobs import Blobs, drop_free, movable
 from service.buffers.postgres.connections import HANGING_SECONDS, Database
 from service.buffers.postgres.deltas import Turns
-from service.buffers.postgres.exchange import ResultRows
+from service.buffers.postgres.exchange import ResultRows, Statement
 from service.buffers.postgres.failures import as_operator_error, retried
 from service.buffers.postgres.pushes import OVERDUE, values_of
 from service.buffers.postgres.readonly import opened_readonly
@@ -25,8 +25,6 @@ from service.buffers.postgres.statements import (
     COUNTED,
     COUNTS_ALONE,
     DELETE,
-    EXPIRED,
-    FORGET,
     FREE,
     HANGING,
     KEY_BYTES,
@@ -39,6 +37,23 @@ from service.buffers.room import check_keys, check_staged, room_for, store_full
 from service.errors import BufferCorrupt
 
 logger = logging.getLogger(__name__)
+
+_EXPIRED = Statement("""
+    select namespace, name, record from buffers
+    where expires <= coalesce($1::double precision, extract(epoch from now()))
+    order by namespace, name limit $2::bigint for update skip locked
+""")
+
+_FORGET = Statement("""
+    with old as (
+        select digest, at from keys
+        where outcome <> '' and at <= extract(epoch from clock_timestamp()) - $1::double precision
+            and namespace = coalesce($2::text, namespace)
+        limit $3::bigint for update skip locked
+    ), gone as (delete from keys using old where keys.digest = old.digest and keys.at = old.at returning 1)
+    select count(*) from gone
+""")
+"""The rows without an outcome are marks of transactions: a server may still ask for them."""
 
 ROUND_SECONDS = 5.0
 """The shortest pause between rounds."""
@@ -165,7 +180,7 @@ class Janitor:
     def _expire(self, now: float) -> bool:
         """Delete some expired buffers. Return whether there may be more."""
         with self._database.transaction() as connection:
-            rows = connection.ask(EXPIRED(now, EXPIRED_AT_ONCE))
+            rows = connection.ask(_EXPIRED(now, EXPIRED_AT_ONCE))
             values: list[int] = []
             for namespace, name, packed in rows:
                 with suppress(BufferCorrupt):
@@ -203,7 +218,7 @@ def forget(url: str, schema: str, seconds: float, namespace: str | None) -> int:
 
 def _forget_some(database: Database, seconds: float, namespace: str | None) -> int:
     with database.transaction() as connection:
-        count: int = connection.ask(FORGET(seconds, namespace, KEYS_AT_ONCE))[0][0]
+        count: int = connection.ask(_FORGET(seconds, namespace, KEYS_AT_ONCE))[0][0]
     return count
 
 

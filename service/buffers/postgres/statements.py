@@ -244,12 +244,6 @@ HANGING = Statement(f"""
 The database's own time-out does not: after its `Sync`, a pipeline of psycopg sends a `Flush`, which stops that clock.
 """
 
-EXPIRED = Statement("""
-    select namespace, name, record from buffers
-    where expires <= coalesce($1::double precision, extract(epoch from now()))
-    order by namespace, name limit $2::bigint for update skip locked
-""")
-
 USED = Statement(f"""
     select (select {COUNTED_BYTES} from deltas)
          + (select coalesce(sum(pg_total_relation_size(relid)), 0)::bigint from pg_partition_tree('keys'))
@@ -270,17 +264,6 @@ PUT_COUNTS = Statement("""
     insert into counts values ($1::bigint, $2::text, extract(epoch from clock_timestamp()) + $3::double precision)
     returning used, key_bytes, true
 """)
-
-FORGET = Statement("""
-    with old as (
-        select digest, at from keys
-        where outcome <> '' and at <= extract(epoch from clock_timestamp()) - $1::double precision
-            and namespace = coalesce($2::text, namespace)
-        limit $3::bigint for update skip locked
-    ), gone as (delete from keys using old where keys.digest = old.digest and keys.at = old.at returning 1)
-    select count(*) from gone
-""")
-"""The rows without an outcome are marks of transactions: a server may still ask for them."""
 
 # ----- metrics -----
 

@@ -16,26 +16,22 @@ import numpy as np
 from psycopg.errors import CheckViolation
 
 from service.buffers import failpoints
-from service.buffers.batches import COST_OF_BUFFER, Batches
-from service.buffers.changes import Add
-from service.buffers.gradients import Rows, adds_nothing
-from service.buffers.graph_changes import PutGraph
+from service.buffers.batches import Batches
 from service.buffers.parts import make
 from service.buffers.perform import Outcome, Request, resolved
-from service.buffers.postgres.batch import Batch, StagedLostError, Submission
+from service.buffers.postgres.batch import Batch, StagedLostError, Submission, large_arrays, work_of
 from service.buffers.postgres.blobs import Blobs
 from service.buffers.postgres.changes import Changes, Found
 from service.buffers.postgres.compactor import Fold
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.deadlines import Deadlines
-from service.buffers.postgres.deltas import Payload, Turns, payload_of
+from service.buffers.postgres.deltas import Payload, Turns
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.failures import retried
 from service.buffers.postgres.janitor import Janitor
-from service.buffers.postgres.schema import ROW_BYTES, make_partitions
+from service.buffers.postgres.schema import make_partitions
 from service.buffers.postgres.statements import MOST_DUE, STAGE
 from service.buffers.postgres.transaction import PostgresTransaction, Trial, WritesError
-from service.buffers.restore import Restore
 from service.buffers.room import Most
 from service.buffers.store import Allocate, Committed, after_commit, settle, without_traceback
 from service.engine.pool import Pool
@@ -84,7 +80,7 @@ class Writer:
         self._marks: list[tuple[bytes, float]] = []
         self._stagers = Pool(STAGING_THREADS)
         self._batches: Batches[Submission] = Batches(
-            _work_of, most=MOST_IN_BATCH, most_bytes=MOST_BYTES_IN_BATCH, long_seconds=LONG_SECONDS
+            work_of, most=MOST_IN_BATCH, most_bytes=MOST_BYTES_IN_BATCH, long_seconds=LONG_SECONDS
         )
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="gradserve-writer", daemon=True)
@@ -93,7 +89,7 @@ class Writer:
     def submit(self, request: Request, namespace: str) -> Future[Outcome]:
         """Put the request of a namespace into the queue. The future has its result once the request is durable."""
         submission = Submission(request, namespace)
-        payloads = _large(submission)
+        payloads = large_arrays(submission)
         if not payloads:
             self._put(submission)
             return submission.done
@@ -205,7 +201,7 @@ class Writer:
         try:
             retried(lambda: self._attempt(batch), since=min(one.since for one in submissions))
         except StagedLostError:
-            if ready := [one for one in submissions if not one.staged or self._is_staged(one, _large(one))]:
+            if ready := [one for one in submissions if not one.staged or self._is_staged(one, large_arrays(one))]:
                 self._make(ready)
             return
         except Exception as error:
@@ -300,21 +296,3 @@ class Writer:
 
 def _refuse(submission: Submission) -> None:
     submission.done.set_exception(StoreFailed("The store is closed"))
-
-
-def _work_of(submission: Submission) -> int:
-    """Return the work of a request in the transaction, as bytes: those that it writes there, and for each buffer."""
-    return submission.unstaged_bytes + COST_OF_BUFFER * (1 + len(submission.request.changes))
-
-
-def _large(submission: Submission) -> dict[int, Payload]:
-    """Return the arrays of the request that are too large for a row, by their identity. Sum up the others."""
-    changes, graph = submission.request.changes, submission.request.graph
-    added = [one.gradient for one in changes if isinstance(one, Add) and one.do_update and one.weight]
-    gradients = [one.gathered if isinstance(one, Rows) else one for one in added if not adds_nothing(one)]
-    arrays = [change.value for change in changes if isinstance(change, Restore)]
-    arrays += [graph.content] if isinstance(graph, PutGraph) else []
-    payloads = {id(one): payload_of(one) for one in (*gradients, *arrays) if one is not None}
-    sizes = {key: payload.nbytes for key, payload in payloads.items()}
-    submission.unstaged_bytes = sum(size for size in sizes.values() if size <= ROW_BYTES)
-    return {key: payload for key, payload in payloads.items() if sizes[key] > ROW_BYTES}
