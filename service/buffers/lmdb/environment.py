@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -14,14 +13,12 @@ from typing import Any
 import lmdb
 import orjson
 
-from service.buffers.graphs import unpack_older
-from service.buffers.lmdb.format import COUNT, DATABASES, NUMBER, index, keep, name_of
+from service.buffers.lmdb.format import DATABASES, NUMBER, index, keep, move_graphs
 from service.buffers.lmdb.pages import faults_of
 from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full
-from service.buffers.names import BufferName, graphs_of
-from service.buffers.packed import FORMAT, READABLE, check_format, pack_record, seed_of, unseal
+from service.buffers.packed import FORMAT, READABLE, check_format, seed_of, unseal
 from service.buffers.room import store_full
-from service.errors import BufferCorrupt, StoreFailed
+from service.errors import StoreFailed
 from service.host.files import check_regular, open_new
 from service.host.system import disk_bytes, reserve, sync_drive, sync_path
 
@@ -122,16 +119,8 @@ class Environment:
             for key, data in entries.items():
                 keep(txn, database, key, data)
         index(txn, self.keys, self.outcomes)
-        graphs, counts = self._env.open_db(b"graphs", txn), Counter[str]()
-        for key, sealed in txn.cursor(db=graphs):
-            name = name_of(key)
-            with suppress(BufferCorrupt):  # damaged it stays, under its new name
-                sealed = pack_record(unpack_older(name, sealed))
-            name = BufferName(graphs_of(name.namespace), name.name)
-            txn.put(name.joined.encode(), sealed, db=self.buffers)
-            counts[name.namespace] += 1
-        for namespace, count in counts.items():
-            keep(txn, self.meta, COUNT + namespace.encode(), NUMBER.pack(count))
+        graphs = self._env.open_db(b"graphs", txn)
+        move_graphs(txn, graphs, self.buffers, self.meta)
         txn.drop(graphs)
         self.format = str(FORMAT)
         txn.put(b"format", self.format.encode(), db=self.meta)

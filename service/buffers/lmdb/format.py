@@ -65,12 +65,16 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
-from service.buffers.names import BufferName
-from service.buffers.packed import seal, seed_of
+from service.buffers.graphs import unpack_older
+from service.buffers.names import BufferName, graphs_of
+from service.buffers.packed import pack_record, seal, seed_of
 from service.buffers.record import Record
+from service.errors import BufferCorrupt
 
 DATABASES = ("buffers", "values", "free", "keys", "outcomes", "pushes", "deadlines")
 """All databases but `meta`."""
@@ -138,6 +142,20 @@ def index(txn: Any, keys: Any, outcomes: Any) -> None:
     with txn.cursor(db=outcomes) as cursor:
         for place in map(bytes, cursor.iternext(values=False)):  # a key that was used again has two: the newer is last
             keep(txn, keys, place[TIME.size :], place[: TIME.size])
+
+
+def move_graphs(txn: Any, graphs: Any, buffers: Any, meta: Any) -> None:
+    """Make buffers of the graphs of an older store, and count them."""
+    counts = Counter[str]()
+    for key, sealed in txn.cursor(db=graphs):
+        name = name_of(key)
+        with suppress(BufferCorrupt):  # damaged it stays, under its new name
+            sealed = pack_record(unpack_older(name, sealed))
+        name = BufferName(graphs_of(name.namespace), name.name)
+        txn.put(name.joined.encode(), sealed, db=buffers)
+        counts[name.namespace] += 1
+    for namespace, count in counts.items():
+        keep(txn, meta, COUNT + namespace.encode(), NUMBER.pack(count))
 
 
 def with_prefix(txn: Any, database: Any, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
