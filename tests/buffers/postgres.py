@@ -14,7 +14,7 @@ import pytest
 from service.buffers import failpoints
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_push, unpack_record
-from service.buffers.postgres import PostgresStore, batch, blobs, compactor, deltas, janitor, transaction, writer
+from service.buffers.postgres import PostgresStore, batch, blobs, compactor, deltas, janitor, transaction
 from service.buffers.postgres.pushes import values_of
 from tests.buffers.stores import PATIENCE, SMALL_CHUNK
 
@@ -131,7 +131,7 @@ def part_tables(patch: pytest.MonkeyPatch, nbytes: int = 1) -> None:
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
     """Stage gradients of a few elements, in several chunks, and fold a value after every second delta."""
-    for module in (writer, transaction, compactor, deltas):
+    for module in (batch, transaction, compactor, deltas):
         patch.setattr(module, "ROW_BYTES", SMALL_CHUNK // 2)
     for name in ("FOLD_EVERY", "FOLD_EVERY_SMALL"):
         patch.setattr(compactor, name, 2)
