@@ -259,6 +259,17 @@ def test_a_value_is_downloaded(open_page: Open, server: str, buffer: str) -> Non
         expect(page.get_by_role("dialog")).to_have_count(0)
 
 
+def test_a_click_during_a_reading_is_not_lost(open_page: Open, server: str, buffer: str) -> None:
+    page = open_page(f"{server}#/buffers/{NAME}")
+    page.get_by_role("button", name="Download epoch 1").hover()
+    page.mouse.down()
+    for _ in range(2):  # what the first has read is shown before the second is asked for
+        with page.expect_response(lambda answer: answer.request.url.endswith(f"/v1/buffers/{NAME}")):
+            pass
+    page.mouse.up()
+    expect(page.get_by_role("dialog")).to_be_visible()
+
+
 def test_a_phone_shows_it_without_scrolling_to_the_side(open_page: Open, server: str, buffer: str) -> None:
     page = open_page(f"{server}#/buffers/{NAME}", PHONE)
     expect(page.get_by_role("img", name="Norm of 2 closed epochs")).to_be_visible()

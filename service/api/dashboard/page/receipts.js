@@ -50,8 +50,12 @@ export class Receipts {
   draw(receipts) {
     if (!receipts.length) {
       put(this.host, h("p", { class: "muted" }, "No closed epoch is kept."));
+      this.drawn = null;
       return;
     }
+    const drawn = JSON.stringify(receipts.map((each) => [each, this.epochs.get(each.epoch)]));
+    if (drawn === this.drawn) return; // a click is lost if its button is replaced meanwhile
+    this.drawn = drawn;
     const rows = receipts.map((receipt) => this.cells(receipt));
     const focused = this.host.contains(document.activeElement) ? document.activeElement.dataset.epoch : undefined;
     put(this.host, listing(COLUMNS, rows), receipts.length === this.wanted && button("Show more", () => this.more()));
