@@ -66,11 +66,13 @@ SMALL = "(select min(value) from deltas)"
 STAGED = "(select max(value) from deltas where blob {} null)"
 """The value of a staged gradient: in a row, or in a blob."""
 
+PUSH = "starts_with(namespace, '+pushes+')"
+
 LOST = "value N belongs to no buffer, graph or push that can be read"
 
 MISCOUNTED = "the value N has a gradient whose bytes are counted wrong"
 
-HURT_PUSH = "a staged gradient of the push 'p' is damaged"
+HURT_PUSH = {name: f"the gradient of {name!r} in the push 'p' is damaged" for name in ("small", "large")}
 
 HURT = {name: f"the running value of the buffer {name!r} is damaged" for name in ("small", "large")}
 
@@ -81,7 +83,9 @@ DAMAGE = {
     f"delete from deltas where value = {SMALL}": [HURT["small"]],
     f"update deltas set data = substr(data, 2) where value = {SMALL} and seq = 1": [HURT["small"], MISCOUNTED],
     f"update deltas set bytes = 9 where value = {SMALL} and seq = 1": [MISCOUNTED],
-    "update pushes set bytes = 9": ["the bytes of the push 'p' are counted wrong until its next part comes"],
+    f"update buffers set seq = 9 where {PUSH}": [
+        "the bytes of the push 'p' are counted wrong until its next part comes"
+    ],
     f"update deltas set dtype = 'x' where value = {SMALL} and seq = 1": [HURT["small"]],
     f"update deltas set shape = '[7]' where value = {SMALL} and seq = 1": [HURT["small"]],
     "update buffers set seq = 1 where name = 'small'": [HURT["small"]],
@@ -96,16 +100,16 @@ DAMAGE = {
     ],
     "update buffers set record = '[' where name = 'small'": ["the buffer 'small' is damaged", LOST],
     "delete from buffers where name = 'small'": [LOST],
-    "delete from pushes": [LOST, LOST],
-    "update pushes set record = '['": ["the push 'p' is damaged", LOST, LOST],
-    f"delete from deltas where value = {STAGED.format('is')}": [HURT_PUSH],
+    f"delete from buffers where {PUSH}": [LOST, LOST],
+    f"update buffers set record = '[' where {PUSH}": ["the push 'p' is damaged", LOST, LOST],
+    f"delete from deltas where value = {STAGED.format('is')}": [HURT_PUSH["small"]],
     f"delete from deltas where value = {STAGED.format('is not')}": [
-        HURT_PUSH,
+        HURT_PUSH["large"],
         "the blob N of N bytes belongs to no gradient",
     ],
-    f"update deltas set data = substr(data, 2) where value = {STAGED.format('is')}": [HURT_PUSH, MISCOUNTED],
-    f"update deltas set dtype = 'x' where value = {STAGED.format('is')}": [HURT_PUSH],
-    f"update deltas set seq = 2 where value = {STAGED.format('is')}": [HURT_PUSH],
+    f"update deltas set data = substr(data, 2) where value = {STAGED.format('is')}": [HURT_PUSH["small"], MISCOUNTED],
+    f"update deltas set dtype = 'x' where value = {STAGED.format('is')}": [HURT_PUSH["small"]],
+    f"update deltas set seq = 2 where value = {STAGED.format('is')}": [HURT_PUSH["small"]],
     f"insert into unowned select blob, 0 from deltas where value = {STAGED.format('is not')}": [
         "the blob N of the value N will be deleted, although it is used"
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import get_context
@@ -10,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from service.buffers.names import BufferName
+from service.buffers.pushes import DRAFT, Push
 from service.buffers.readonly import WRONG, Moment
 from service.buffers.record import Record
 from service.buffers.url import opened_readonly
@@ -68,31 +69,41 @@ def _examined(moment: Moment) -> Iterator[str]:
     if faults := moment.faults():
         yield from (f"{WRONG}{fault}" for fault in faults)
         return
-    graphs, buffers, values = 0, 0, set[int]()
+    counts, values = Counter[str](), set[int]()
     for name, record in moment.sound_records():
-        graphs, buffers = (graphs, buffers + 1) if name.graph is None else (graphs + 1, buffers)
+        counts[name.kind[0]] += 1
         if record is None:
-            yield f"{WRONG}{_shown(name)} is damaged"
+            yield f"{WRONG}{name.shown} is damaged"
+            continue
+        if name.push is not None:
+            yield from _staged(moment, record)
+            values.update(record.values)
             continue
         for place, value in _values(record):
             if value is None:
                 continue
             if value in values:
-                yield f"{WRONG}{place} of {_shown(name)} is a value of another buffer, too"
+                yield f"{WRONG}{place} of {name.shown} is a value of another buffer, too"
             values.add(value)
             try:
                 for _ in moment.streamed(record.spec, value):
                     pass  # reading checks the value
             except BufferCorrupt:
-                yield f"{WRONG}{place} of {_shown(name)} is damaged"
-    yield f"{buffers} buffers, {len(values)} values"
-    yield f"{graphs} graphs"
+                yield f"{WRONG}{place} of {name.shown} is damaged"
+    yield f"{counts['buffer']} buffers, {len(values)} values"
+    yield f"{counts['graph']} graphs"
+    yield f"{counts['push']} incomplete pushes"
     yield from moment.other_findings(values)
 
 
-def _shown(name: BufferName) -> str:
-    what, name = ("buffer", name) if name.graph is None else ("graph", name.graph)
-    return f"the {what} {name.name!r}" + (f" of the namespace {name.namespace!r}" if name.namespace else "")
+def _staged(moment: Moment, push: Record) -> Iterator[str]:
+    """Yield a line for each damaged gradient of a push. A draft may have some that are not there yet."""
+    for _, buffer, staged in () if push.name.startswith(DRAFT) else Push.of(push).gradients:
+        try:
+            if staged.place is not None:
+                moment.check_staged(staged.place)
+        except BufferCorrupt:
+            yield f"{WRONG}the gradient of {buffer!r} in {push.full_name.shown} is damaged"
 
 
 def _values(record: Record) -> list[tuple[str, int | None]]:

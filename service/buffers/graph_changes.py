@@ -87,7 +87,7 @@ class DeleteGraph:
         try:
             record = _get(txn, namespace, self.name)
         except GraphCorrupt:  # the bytes of its model stay until an export
-            txn.remove_damaged(BufferName(graphs_of(namespace), self.name))
+            txn.forget(BufferName(graphs_of(namespace), self.name))
             return None, False
         if record is None:
             raise unknown(self.name)

@@ -42,7 +42,7 @@ def check_length(name: str, longest: int, what: str = "buffer") -> None:
 HIDDEN = "+"
 """The first character of the namespaces of buffers that no client names. No namespace of a client has it."""
 
-_GRAPHS = f"{HIDDEN}graphs{HIDDEN}"
+_GRAPHS, _PUSHES = f"{HIDDEN}graphs{HIDDEN}", f"{HIDDEN}pushes{HIDDEN}"
 
 
 def graphs_of(namespace: str) -> str:
@@ -52,6 +52,15 @@ def graphs_of(namespace: str) -> str:
     '+graphs+ann'
     """
     return _GRAPHS + namespace
+
+
+def pushes_of(namespace: str) -> str:
+    """Return the namespace that has the incomplete pushes of a namespace, as buffers.
+
+    >>> pushes_of("ann")
+    '+pushes+ann'
+    """
+    return _PUSHES + namespace
 
 
 class BufferName(NamedTuple):
@@ -76,6 +85,29 @@ class BufferName(NamedTuple):
         """
         own = self.namespace.removeprefix(_GRAPHS)
         return None if own == self.namespace else BufferName(own, self.name)
+
+    @property
+    def push(self) -> BufferName | None:
+        """The id of the push that this buffer is, with the namespace of its clients; None for another buffer."""
+        own = self.namespace.removeprefix(_PUSHES)
+        return None if own == self.namespace else BufferName(own, self.name)
+
+    @property
+    def kind(self) -> tuple[str, BufferName]:
+        """What the buffer is for clients, and the name that they know."""
+        if self.push is not None:
+            return "push", self.push
+        return ("buffer", self) if self.graph is None else ("graph", self.graph)
+
+    @property
+    def shown(self) -> str:
+        """The buffer in words, for an operator.
+
+        >>> BufferName("+graphs+ann", "mlp").shown
+        "the graph 'mlp' of the namespace 'ann'"
+        """
+        what, name = self.kind
+        return f"the {what} {name.name!r}" + (f" of the namespace {name.namespace!r}" if name.namespace else "")
 
     @property
     def joined(self) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, get_args
 
@@ -19,7 +19,6 @@ import xxhash
 
 from service.buffers.epochs import Closed, ClosedBy
 from service.buffers.names import BufferName
-from service.buffers.pushes import Push, Staged, StagedPart
 from service.buffers.record import Key, Known, Record, Spec
 from service.buffers.specs import RULES
 from service.dtypes import DTYPES
@@ -51,12 +50,6 @@ _NUMBERS = struct.Struct("<QddQQQdQdd")
 
 _CLOSED_NUMBERS = struct.Struct("<QQQdQ")
 """The numbers of a closed epoch: epoch, version, count, weight and value."""
-
-_PUSH_NUMBERS = struct.Struct("<QQddd")
-"""The numbers of a push: parts, epoch, weight, and the times of its beginning and its end."""
-
-_STAGED_TYPES = {(int, list, int), (int, type(None), int)}
-"""The types of a staged gradient's members."""
 
 _SHAPES = [_STATE, (*_STATE, "closed_by", "contributors")]
 """The members of receipts that are stored as a number: those of a receipt, and those of a closed epoch."""
@@ -143,6 +136,15 @@ def unpack_record(name: BufferName, sealed: bytes | memoryview) -> Record:
     except (LookupError, TypeError, ValueError, struct.error):
         problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
         raise BufferCorrupt(problem, buffer=str(name)) from None
+
+
+def sound(stored: Iterable[tuple[BufferName, bytes | memoryview]]) -> Iterator[tuple[BufferName, Record | None]]:
+    """Yield the records of these names, None in place of a damaged record."""
+    for name, sealed in stored:
+        try:
+            yield name, unpack_record(name, sealed)
+        except BufferCorrupt:
+            yield name, None
 
 
 @lru_cache(MOST_SPECS)
@@ -247,33 +249,3 @@ def unpack_known(packed: bytes | memoryview, names: Sequence[str]) -> Known:
         return Known(fingerprint, by_name, ids, tuple(sources), own is not None, base64.b64decode(answer))
     except (LookupError, StopIteration, TypeError, ValueError, zlib.error):
         raise BufferCorrupt("The stored outcome of this Idempotency-Key is damaged on the disk") from None
-
-
-def pack_push(push: Push) -> bytes:
-    """Return a push as JSON: what all parts have in common, the staged parts by their numbers, and the refusal."""
-    common = (push.parts, push.weight, push.epoch, push.contributor, push.began, push.until)
-    parts = [
-        [number, part.mark, {name: tuple(each) for name, each in part.gradients.items()}, part.norms]
-        for number, part in push.staged.items()
-    ]
-    return orjson.dumps([*common, parts, push.refusal])
-
-
-def unpack_push(packed: bytes | memoryview) -> Push:
-    """Return the push that `pack_push` took. Raises `BufferCorrupt`."""
-    try:
-        *common, parts, refusal = orjson.loads(packed)
-        count, weight, epoch, contributor, began, until = common
-        _PUSH_NUMBERS.pack(count, _zeroed(epoch), weight, began, until)
-        _check(contributor is None or isinstance(contributor, str))
-        _check(refusal is None or (*map(type, refusal),) == (str, str, dict))
-        staged = {
-            number: StagedPart(mark, {name: Staged(*each) for name, each in gradients.items()}, {**norms})
-            for number, mark, gradients, norms in parts
-        }
-        _check(all(type(number) is int for number in staged))
-        places = [(*map(type, each),) for part in staged.values() for each in part.gradients.values()]
-        _check(_STAGED_TYPES.issuperset(places))
-        return Push(count, weight, epoch, contributor, began, until, staged, refusal)
-    except (AttributeError, TypeError, ValueError, struct.error):
-        raise BufferCorrupt("The stored parts of this push are damaged on the disk") from None

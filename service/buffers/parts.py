@@ -19,9 +19,9 @@ from service.buffers.staging import (
     check_complete,
     check_norm,
     check_part,
-    free_push,
-    free_staged,
     norm_so_far,
+    push_of,
+    put_push,
     staged_part,
 )
 from service.buffers.transaction import Transaction
@@ -81,12 +81,12 @@ def _forget(txn: Transaction, part: Part, now: float) -> Outcome:
     """Forget the push if it is not complete, and free what it has staged: these parts. None if it is damaged."""
     push = None
     try:
-        push = txn.push(part.name)
+        push = push_of(txn, part.name)
     except BufferCorrupt:
-        txn.put_push(part.name, None)  # what it has staged stays until an export
+        txn.forget(part.name)  # what it has staged stays until an export
     if push is None:
         return Outcome({}, staged=[])
-    free_push(txn, part.name, push)
+    txn.remove(push.record(part.name))
     return Outcome({}, staged=push.numbers if push.until > now else [])
 
 
@@ -94,16 +94,16 @@ def _make_part(txn: Transaction, part: Part, changes: Sequence[Change], now: flo
     """Stage the gradients of a part, or complete its push. An error that drops the push is in the outcome."""
     if (known := txn.recall(part.key, ())) is not None:
         return _complete_before(txn, part, known, now)
-    push = txn.push(part.name)
+    push = push_of(txn, part.name)
     if push is not None and push.until <= now:
-        free_push(txn, part.name, push)
+        txn.remove(push.record(part.name))
         push = None
     if push is not None:
         push.check_not_refused()
         if part.number in push.staged:
             part.check_same([push.staged[part.number].mark], push.numbers)
             return Outcome({}, replayed=True, staged=push.numbers)
-    push = push or Push.of(part, now)
+    push = push or Push.begun(part, now)
     try:
         push.check_same(part)
         push.check_count(part, len(changes))
@@ -112,11 +112,11 @@ def _make_part(txn: Transaction, part: Part, changes: Sequence[Change], now: flo
         push = push.with_part(part.number, StagedPart(part.mark, {}, norms))
         check_norm(push, norm_so_far(push), {name.name: record for name, _, record in adds})
     except GradserveError as error:
-        return _refused(txn, part, push, error)
+        return _refused(txn, part, push, error, now)
     push = push.with_part(part.number, staged_part(txn, part, adds, norms))
     if len(push.staged) == push.parts:
         return _complete(txn, part, push, now)
-    txn.put_push(part.name, push)
+    put_push(txn, part.name, push, now)
     return Outcome({}, staged=push.numbers)
 
 
@@ -125,7 +125,7 @@ def to_stage(txn: Transaction, part: Part, changes: Sequence[Change], now: float
     if any(isinstance(change, Forget) for change in changes):
         return None
     try:
-        push = txn.push(part.name) or Push.of(part, now)
+        push = push_of(txn, part.name) or Push.begun(part, now)
         if push.until > now:
             push.check_not_refused()
             push.check_same(part)
@@ -179,9 +179,10 @@ def _complete(txn: Transaction, part: Part, push: Push, now: float) -> Outcome:
             adds.append((name, add, record))
         check_complete(txn, push, records)
     except GradserveError as error:
-        return _refused(txn, part, push, error)
+        return _refused(txn, part, push, error, now)
     receipts = {add.name: add.apply(txn, name, record, now)[0] for name, add, record in adds}
-    txn.put_push(part.name, None)
+    if txn.get(part.name) is not None:  # a push of one part was never stored
+        txn.forget(part.name)
     marks = tuple(push.staged[number].mark for number in push.numbers)
     ids = {buffer: record.id for buffer, record in records.items()}
     txn.remember(part.key, Known(part.key.fingerprint, receipts, ids, marks, True), now)
@@ -198,11 +199,12 @@ def _complete_before(txn: Transaction, part: Part, known: Known, now: float) -> 
     return Outcome(known.receipts, replayed=True)
 
 
-def _refused(txn: Transaction, part: Part, push: Push, error: GradserveError) -> Outcome:
+def _refused(txn: Transaction, part: Part, push: Push, error: GradserveError, now: float) -> Outcome:
     """Drop the push, so that all its later parts get the error. A fault of the server does not drop the push."""
     if error.status >= 500:
         raise error
     error.detail += f". The push {shown(part.push)} is dropped: it counts nowhere, and its later parts get this error"
-    free_staged(txn, push)
-    txn.put_push(part.name, push.refused(error))
+    for value in push.record(part.name).values:
+        txn.free(value)
+    put_push(txn, part.name, push.refused(error), now)
     return Outcome({}, refusal=error)

@@ -154,7 +154,7 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
                 break  # the first error counts
             if not isinstance(change, Delete) or many:
                 raise
-            txn.remove_damaged(name)
+            txn.forget(name)
             outcome = Outcome({change.name: {"name": change.name, "updated": True}})
             if key is not None:
                 txn.remember(key, Known(key.fingerprint, outcome.receipts, {change.name: 0}), now)

@@ -2,16 +2,23 @@
 
 A staged gradient is durable, and in no sum. The push that completes adds all its gradients in one transaction. A part
 that is refused drops the push: what it staged is free, and its later parts get the same error.
+
+An incomplete push is a buffer that no client names. Its values are the staged gradients; the store forgets it in time.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from service.buffers.record import Key
-from service.errors import GradserveError, InvalidParameter, KeyReused, TooManyTensors, shown, tree
+import orjson
+
+from service.buffers.names import BufferName, pushes_of
+from service.buffers.record import Key, Record, Spec
+from service.dtypes import BOOL
+from service.errors import BufferCorrupt, GradserveError, InvalidParameter, KeyReused, TooManyTensors, shown, tree
 
 MAX_PARTS = 1000
 """Parts of a push: 64 GB in the largest requests that a server takes by default."""
@@ -22,11 +29,8 @@ MAX_STORED_BYTES = 1 << 50
 DRAFT = "\n"
 """What the name of a push begins with that no client has sent: a store writes a large part under it."""
 
-PushName: TypeAlias = tuple[str, str]
-"""The namespace of a push, and its id."""
-
 Place: TypeAlias = Sequence[Any]
-"""Where a store has a staged gradient: numbers and texts that JSON can hold."""
+"""Where a store has a staged gradient: the ids of its values, then what JSON can hold."""
 
 
 class Part(NamedTuple):
@@ -47,8 +51,9 @@ class Part(NamedTuple):
     """How many gradients the push may have: it changes all their buffers at once."""
 
     @property
-    def name(self) -> PushName:
-        return self.caller, self.push
+    def name(self) -> BufferName:
+        """The buffer that the push is."""
+        return BufferName(pushes_of(self.caller), self.push)
 
     @property
     def key(self) -> Key:
@@ -85,7 +90,8 @@ class StagedPart(NamedTuple):
     """The gradients of a part by their buffers, and the 2-norms of those whose buffers had a `max_norm`."""
 
     mark: str
-    gradients: Mapping[str, Staged]
+    gradients: Mapping[str, Sequence[Any]]
+    """The members of each `Staged`."""
     norms: Mapping[str, float]
 
 
@@ -95,21 +101,42 @@ Refusal: TypeAlias = Sequence[Any]
 
 @dataclass(frozen=True)
 class Push:
-    """A push that is not complete, or that was refused. `until` is when the store forgets it."""
+    """A push that is not complete, or that was refused. The store forgets it `seconds` after it `began`."""
 
     parts: int
     weight: float
     epoch: int | None
     contributor: str | None
     began: float
-    until: float
+    seconds: float
     staged: Mapping[int, StagedPart] = field(default_factory=dict)
     refusal: Refusal | None = None
 
     @classmethod
-    def of(cls, part: Part, now: float) -> Push:
+    def begun(cls, part: Part, now: float) -> Push:
         """Return the push that begins with this part."""
-        return cls(part.parts, part.weight, part.epoch, part.contributor, now, now + part.seconds)
+        return cls(part.parts, part.weight, part.epoch, part.contributor, now, part.seconds)
+
+    @classmethod
+    def of(cls, record: Record) -> Push:
+        """Return the push that a buffer is."""
+        parts, weight, epoch, contributor = record.about["push"]
+        staged = {number: StagedPart(*part) for number, *part in record.about["staged"]}
+        seconds, refusal = record.spec.ttl_seconds or 0.0, record.about["refusal"]
+        return cls(parts, weight, epoch, contributor, record.created, seconds, staged, refusal)
+
+    def record(self, name: BufferName) -> Record:
+        """Return the buffer that is this push. Its shape says how many bytes are staged."""
+        spec = Spec((self.nbytes,), BOOL, ttl_seconds=self.seconds)
+        common = (self.parts, self.weight, self.epoch, self.contributor)
+        staged = [(number, *part) for number, part in self.staged.items()]
+        about = {"push": common, "staged": staged, "refusal": self.refusal}
+        return Record(name, spec, 0, self.began, self.began, about=about)
+
+    @property
+    def until(self) -> float:
+        """When the store forgets the push."""
+        return self.began + self.seconds
 
     def check_same(self, part: Part) -> None:
         """Raise `InvalidParameter` if the part says something else about the push than the first part did."""
@@ -145,12 +172,13 @@ class Push:
     @property
     def gradients(self) -> list[tuple[int, str, Staged]]:
         """The number of the part, the buffer and the gradient, for each staged gradient, in the order of parts."""
-        return [(number, *each) for number in self.numbers for each in self.staged[number].gradients.items()]
+        found = ((number, *each) for number in self.numbers for each in self.staged[number].gradients.items())
+        return [(number, buffer, Staged(*members)) for number, buffer, members in found]
 
     @property
     def nbytes(self) -> int:
         """The bytes of the staged gradients."""
-        return sum(staged.nbytes for _, _, staged in self.gradients)
+        return sum(nbytes for part in self.staged.values() for _, _, nbytes in part.gradients.values())
 
     def as_json(self, name: str) -> dict[str, Any]:
         return {
@@ -166,6 +194,48 @@ class Push:
             "expires_at": self.until,
             "refused": None if self.refusal is None else self.refusal[0],
         }
+
+
+_OLDER_NUMBERS = struct.Struct("<QQddd")
+"""The numbers of a push: parts, epoch, weight, and the times of its beginning and its end."""
+
+
+def unpack_older(push: BufferName, packed: bytes | memoryview) -> Record:
+    """Return the push as formats before 9 have stored it, apart. Raises `BufferCorrupt` for what none has packed."""
+    try:
+        count, weight, epoch, contributor, began, until, parts, refusal = orjson.loads(packed)
+        _OLDER_NUMBERS.pack(count, epoch or 0, weight, began, until)
+        if not isinstance(contributor, str | None) or (refusal and [*map(type, refusal)] != [str, str, dict]):
+            raise ValueError
+        staged = {
+            _whole(number): StagedPart(
+                mark, {buffer: _older_staged(*each) for buffer, each in gradients.items()}, norms
+            )
+            for number, mark, gradients, norms in parts
+        }
+        return Push(count, weight, epoch, contributor, began, until - began, staged, refusal).record(push)
+    except (AttributeError, LookupError, TypeError, ValueError, struct.error):
+        raise damaged(push) from None
+
+
+def _older_staged(buffer: int, place: Place | None, nbytes: int) -> Sequence[Any]:
+    """Return a staged gradient. PostgreSQL had the id of its value without a list."""
+    if place is not None:
+        ids, *more = place
+        place = [[*map(_whole, ids if isinstance(ids, list) else [ids])], *more]
+    return _whole(buffer), place, _whole(nbytes)
+
+
+def _whole(number: Any) -> int:
+    """Return the number. Raises `ValueError` for what is none."""
+    if type(number) is not int:
+        raise ValueError
+    return number
+
+
+def damaged(name: BufferName) -> BufferCorrupt:
+    """Return the error of a push that cannot be read."""
+    return BufferCorrupt(f"The stored parts of the push {shown(name.name)} are damaged on the disk")
 
 
 def _error_of(code: str, detail: str, context: Mapping[str, Any]) -> GradserveError:

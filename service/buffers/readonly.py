@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from service.buffers.names import BufferName
+from service.buffers.pushes import Place
 from service.buffers.record import Record, Spec
 from service.dtypes import Array
 
@@ -20,11 +21,14 @@ class Moment(Protocol):
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
         """Yield at least the buffers whose joined names begin with the prefix: name and record, None if it is damaged.
 
-        Graphs are among them, of an older format all.
+        Graphs and pushes are among them, of an older format all.
         """
 
     def streamed(self, spec: Spec, value: int | None) -> Iterator[Array]:
         """Yield the elements of a value in order. Each piece may overwrite the one before. Raises `BufferCorrupt`."""
+
+    def check_staged(self, place: Place) -> None:
+        """Read a staged gradient. Raises `BufferCorrupt`."""
 
     def faults(self) -> list[str]:
         """Return the damage that forbids to read anything else."""

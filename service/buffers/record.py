@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -150,8 +151,11 @@ class Record:
 
     @property
     def values(self) -> list[int]:
-        """The ids of the buffer's values, including those of its closed epochs."""
-        return [value for value in (self.value, *(epoch.value for epoch in self.closed)) if value is not None]
+        """The ids of the buffer's values, including those of its closed epochs, or of what a push has staged."""
+        found = [value for value in (self.value, *(epoch.value for epoch in self.closed)) if value is not None]
+        for _, _, gradients, _ in self.about.get("staged", ()):
+            found += itertools.chain(*[place[0] for _, place, _ in gradients.values() if place is not None])
+        return found
 
     def lives(self, now: float) -> bool:
         return self.spec.ttl_seconds is None or now < (self.expires or math.inf)

@@ -34,6 +34,8 @@ class Most(NamedTuple):
 
     def refusal(self, name: BufferName, count: int) -> TooManyBuffers | TooManyGraphs | None:
         """Return why the namespace of this name, which has `count` buffers or graphs, may have no further one."""
+        if name.push is not None:
+            return None
         what, limit = ("buffers", self.buffers) if name.graph is None else ("graphs", self.graphs)
         if count < limit:
             return None

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from service.buffers.changes import Add, Addition
 from service.buffers.gradients import add_whole, check_finite, norm_of, stored_bytes
 from service.buffers.names import BufferName
-from service.buffers.pushes import Part, Push, PushName, Staged, StagedPart
+from service.buffers.pushes import Part, Push, Staged, StagedPart, damaged
 from service.buffers.record import Record, name_buffer
 from service.buffers.transaction import Transaction
-from service.errors import Invalid, MissingTensor, NonfiniteGradient, NormTooLarge, UnknownBuffer
+from service.errors import BufferCorrupt, Invalid, MissingTensor, NonfiniteGradient, NormTooLarge, UnknownBuffer
 
 
 @dataclass(kw_only=True)
@@ -46,7 +46,7 @@ def staged_part(txn: Transaction, part: Part, adds: Admitted, norms: Mapping[str
     txn.admit_part(part.caller, sum(sizes))
     for (name, record, gradient), size in zip(counting, sizes, strict=True):
         place = None if gradient is None else txn.stage(record, gradient)
-        gradients[name.name] = Staged(record.id, place, size)
+        gradients[name.name] = (record.id, place, size)
     return StagedPart(part.mark, gradients, norms)
 
 
@@ -120,14 +120,17 @@ def check_complete(txn: Transaction, push: Push, records: Mapping[str, Record]) 
                 raise
 
 
-def free_push(txn: Transaction, name: PushName, push: Push) -> None:
-    """Forget a push, and free what it has staged."""
-    free_staged(txn, push)
-    txn.put_push(name, None)
+def push_of(txn: Transaction, name: BufferName) -> Push | None:
+    """Return the push, even if its time is over. Raises `BufferCorrupt`."""
+    try:
+        record = txn.get(name)
+    except BufferCorrupt:
+        raise damaged(name) from None
+    return None if record is None else Push.of(record)
 
 
-def free_staged(txn: Transaction, push: Push) -> None:
-    """Free what a push has staged."""
-    for _, _, staged in push.gradients:
-        if staged.place is not None:
-            txn.free_staged(staged.place)
+def put_push(txn: Transaction, name: BufferName, push: Push, now: float) -> None:
+    """Store the push in place of its earlier state."""
+    if txn.get(name) is None:
+        txn.count_new(name, now)
+    txn.put(push.record(name))

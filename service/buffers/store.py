@@ -24,9 +24,9 @@ import numpy as np
 
 from service.buffers.epochs import Closed
 from service.buffers.graphs import StoredGraph, damaged, digest_of, named_graph, unknown
-from service.buffers.names import BufferName, graphs_of
+from service.buffers.names import BufferName, graphs_of, pushes_of
 from service.buffers.perform import Outcome, Request
-from service.buffers.pushes import Push
+from service.buffers.pushes import DRAFT, Push
 from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown_buffer
 from service.dtypes import Array, DType
 from service.errors import BufferCorrupt, GradserveError
@@ -50,6 +50,10 @@ KEY_SECONDS = 24 * 3600.0
 
 MAX_BUFFERS = 100_000
 """Buffers that a namespace may have by default: more than most models have named parameters."""
+
+
+PUSHES_BYTES = 1 << 17
+"""Bytes of incomplete pushes that a list takes into memory at once, without the last of them."""
 
 
 def without_traceback(error: E) -> E:
@@ -149,6 +153,14 @@ class Store(Protocol):
 
     def pushes(self, prefix: str = "", limit: int | None = None) -> list[tuple[str, Push]]:
         """Return the names of incomplete pushes with a buffer of this prefix, and the pushes, the oldest first."""
+        return listed(self._pushes(), prefix, limit)
+
+    def _pushes(self) -> Iterator[tuple[str, Push]]:
+        """Yield the incomplete pushes. Few are in memory at a time: each may name thousands of buffers."""
+        hidden, after = self.within(pushes_of(self.namespace)), ""
+        while found := hidden.records(after=after, most_bytes=PUSHES_BYTES):
+            after = found[-1].name
+            yield from ((each.name, Push.of(each)) for each in found if not each.name.startswith(DRAFT))
 
     def graph(self, name: str) -> StoredGraph:
         """Return the graph, without its content. Raises `UnknownGraph` and `GraphCorrupt`."""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from service.buffers.gradients import Gradient
 from service.buffers.names import BufferName
-from service.buffers.pushes import Place, Push, PushName
+from service.buffers.pushes import Place
 from service.buffers.record import Key, Known, Record, Spec
 from service.dtypes import Array
 
@@ -30,8 +30,8 @@ class Transaction(Protocol):
     def remove(self, record: Record) -> None:
         """Remove the buffer and all its values."""
 
-    def remove_damaged(self, name: BufferName) -> None:
-        """Remove a buffer whose record cannot be read."""
+    def forget(self, name: BufferName) -> None:
+        """Remove the buffer, damaged or not. Its values stay."""
 
     def new_id(self) -> int:
         """Return a number that no buffer and no value has or had."""
@@ -54,12 +54,6 @@ class Transaction(Protocol):
     def remember(self, key: Key, known: Known, now: float) -> None:
         """Store the key with its data."""
 
-    def push(self, name: PushName) -> Push | None:
-        """Return the push, even if its time is over. Raises `BufferCorrupt`."""
-
-    def put_push(self, name: PushName, push: Push | None) -> None:
-        """Store the push in place of its earlier state; None removes it, damaged or not. What it has staged stays."""
-
     def admit_part(self, namespace: str, nbytes: int) -> None:
         """Raise `StoreFull` if the namespace may not stage this many bytes more."""
 
@@ -74,9 +68,6 @@ class Transaction(Protocol):
 
         A store does this without a look at the numbers if it can, unless the buffer refuses what is not finite.
         """
-
-    def free_staged(self, place: Place) -> None:
-        """Free a staged gradient."""
 
     def store_bytes(self, content: Array) -> int:
         """Store the bytes of a flat array of bool as a value. Return its id."""

@@ -96,7 +96,7 @@ def _sound(moment: Moment, prefix: str) -> Iterator[Record]:
     ranges = moment.sound_records(prefix), moment.sound_records(transfer_graphs.prefix_of(prefix))
     for name, record in dict(chain(*ranges)).items():  # the first may have all of the second
         shown = (name.graph or name).joined
-        if not shown.startswith(prefix):
+        if name.push is not None or not shown.startswith(prefix):
             continue
         if record is None:
             problem = BufferCorrupt(f"The stored record of the buffer {shown!r} is damaged", buffer=shown)

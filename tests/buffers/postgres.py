@@ -12,10 +12,9 @@ import psycopg
 import pytest
 
 from service.buffers import failpoints
-from service.buffers.names import BufferName
-from service.buffers.packed import unpack_push, unpack_record
+from service.buffers.names import BufferName, pushes_of
+from service.buffers.packed import unpack_record
 from service.buffers.postgres import PostgresStore, batch, blobs, compactor, deltas, janitor, transaction
-from service.buffers.postgres.pushes import values_of
 from tests.buffers.stores import PATIENCE, SMALL_CHUNK
 
 
@@ -60,8 +59,8 @@ class Schema:
         self.ask(f"drop schema {self.name} cascade")
 
     def damage(self, pattern: bytes) -> None:
-        """Cut the first byte off everything that holds `pattern`: records, pushes, gradients, and the rows of blobs."""
-        columns = {"buffers": "record", "pushes": "record", "deltas": "data", "chunks": "data"}
+        """Cut the first byte off everything that holds `pattern`: records, gradients, and the rows of blobs."""
+        columns = {"buffers": "record", "deltas": "data", "chunks": "data"}
         cuts = [
             f"update {table} set {data} = substr({data}, 2) where position(%s::bytea in {data}) > 0 returning 1"
             for table, data in columns.items()
@@ -79,8 +78,6 @@ class Schema:
         rows = self.ask("select namespace, name, record, expires, due from buffers")
         records = [(unpack_record(BufferName(*row[:2]), row[2]), [*row[3:]]) for row in rows]
         used = {value for record, _ in records for value in record.values}
-        for (packed,) in self.ask("select record from pushes"):
-            used.update(values_of(unpack_push(packed)))
         found = {value for (value,) in self.ask("select distinct value from deltas")}
         faults = [f"deltas of the value {value}, which no buffer has" for value in found - used]
         faults += [f"no deltas of the value {value}" for value in used - found]
@@ -98,6 +95,12 @@ class Schema:
         for what, query in queries.items():
             faults += [f"{what}: {blob}" for (blob,) in self.ask(query)]
         return faults
+
+
+def pushes_in(schema: Schema) -> list[str]:
+    """Return the ids of the pushes that the database has."""
+    found = schema.ask("select name from buffers where starts_with(namespace, %s) order by name", pushes_of(""))
+    return [name for (name,) in found]
 
 
 def more_rows(query: str) -> str:

@@ -17,6 +17,7 @@ import pytest
 from service.buffers import failpoints
 from service.buffers.doctor import examine
 from service.buffers.lmdb import LmdbStore, opened_readonly, value_writer, values
+from service.buffers.names import pushes_of
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import PostgresStore
 from service.buffers.store import Store
@@ -83,10 +84,14 @@ def open_postgres(
 
 
 def entries_of(path: Path) -> dict[str, int]:
-    """Return the number of entries in each database of the environment."""
+    """Return the number of entries in each database of the environment, of pushes apart from other buffers."""
     with lmdb.open(str(path), max_dbs=9, readonly=True) as env, env.begin() as txn:
         names = [bytes(name) for name, _ in txn.cursor()]
-        return {name.decode(): txn.stat(env.open_db(name, txn=txn, create=False))["entries"] for name in names}
+        databases = {name.decode(): env.open_db(name, txn=txn, create=False) for name in names}
+        entries = {name: txn.stat(database)["entries"] for name, database in databases.items()}
+        keys = map(bytes, txn.cursor(db=databases["buffers"]).iternext(values=False))
+        pushes = sum(key.startswith(pushes_of("").encode(), 1) for key in keys)
+        return entries | {"buffers": entries["buffers"] - pushes, "pushes": pushes}
 
 
 def wrong(path: Path) -> list[str]:

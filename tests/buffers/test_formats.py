@@ -270,9 +270,9 @@ def packed_in(path: Path) -> list[str]:
     """Return the JSON in the databases of an LMDB store, with 0 for every number."""
     found = []
     with lmdb.open(str(path), max_dbs=9, readonly=True) as env, env.begin() as txn:
-        for name in (b"buffers", b"pushes", b"values"):
+        for name in (b"buffers", b"values"):
             for key, sealed in txn.cursor(env.open_db(name, txn, create=False)):
-                data = bytes(sealed)[16 if name == b"pushes" else 0 : -8]  # without its checksum
+                data = bytes(sealed)[:-8]  # without its checksum
                 if name == b"values":
                     length = int.from_bytes(data[-5:-1], "little") if data.endswith(b"c") else 0
                     data = data[-5 - length : -5]
@@ -301,12 +301,8 @@ def tables_of(schema: Schema) -> dict[str, object]:
             f" where schemaname = current_schema() and tablename {no_partition} order by 1"
         ),
         "records": [
-            without_numbers(bytes(record))
-            for query in (
-                "select substr(record, 1, length(record) - 8) from buffers order by name",  # without the checksum
-                "select record from pushes",
-            )
-            for (record,) in schema.ask(query)
+            without_numbers(bytes(record)[:-8])  # without its checksum
+            for (record,) in schema.ask("select record from buffers order by name")
         ],
     }
 

@@ -119,8 +119,7 @@ def test_the_first_push_becomes_the_sum_unless_it_has_odd_numbers(store: LmdbSto
     gradient[at] = odd
     part(store, 1, {"a": gradient}, request="one")
     ((_, push),) = store.pushes()
-    place = push.staged[1].gradients["a"].place
-    assert place is not None
+    _, place, _ = push.staged[1].gradients["a"]
     assert place[3] == (odd == 1)
     part(store, 2, {})
     add(store, "b", gradient)

@@ -6,22 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
 import pytest
 
 from service.buffers.epochs import Closed
 from service.buffers.names import BufferName
-from service.buffers.packed import (
-    SEAL_BYTES,
-    pack_known,
-    pack_push,
-    pack_record,
-    seal,
-    seed_of,
-    unpack_known,
-    unpack_push,
-    unpack_record,
-)
-from service.buffers.pushes import Push, Staged, StagedPart
+from service.buffers.packed import SEAL_BYTES, pack_known, pack_record, seal, seed_of, unpack_known, unpack_record
+from service.buffers.pushes import Part, Push, StagedPart, unpack_older
 from service.buffers.record import Known, Record
 from service.errors import BufferCorrupt, UnknownBuffer
 from tests.buffers.calls import spec
@@ -171,10 +162,24 @@ def test_what_nothing_has_packed_with_a_key_is_damage(packed: bytes) -> None:
 
 def test_a_push_is_unpacked_as_it_was_packed() -> None:
     push = Push(3, 0.5, 7, "ann", 1.0, 901.0)
-    gradients = {"w": Staged(4, [5, "float32", [2, 3]], 24), "b": Staged(6, None, 0)}
+    gradients: dict[str, list[Any]] = {"w": [4, [[5], [2, 3], "float32", 1.0], 24], "b": [6, None, 0]}
     push = push.with_part(2, StagedPart("2:ab", gradients, {"w": 1.5}))
+    name = Part("p", 2, 3, "ann", b"", 9.0).name
     for each in (push, push.refused(UnknownBuffer("There is none", buffer="w"))):
-        assert unpack_push(pack_push(each)) == each
+        record = unpack_record(name, pack_record(each.record(name)))
+        assert (Push.of(record), record.expires, record.spec.nbytes) == (each, 902.0, each.nbytes)
+        assert record.values == [5] * (each is push)
+
+
+@pytest.mark.parametrize("place", [[[5], [2, 3], "float32", 1.0], [5]])  # LMDB's, and PostgreSQL's
+def test_a_push_of_an_older_format_is_read(place: list[Any]) -> None:
+    name = Part("p", 2, 3, "ann", b"", 9.0).name
+    packed = orjson.dumps(
+        [3, 0.5, 7, None, 1.0, 901.0, [[2, "2:ab", {"w": [4, place, 24], "b": [6, None, 0]}, {}]], None]
+    )
+    push = Push.of(unpack_older(name, packed))
+    assert (push.until, push.numbers, push.nbytes) == (901.0, [2], 24)
+    assert [(buffer, staged.place) for _, buffer, staged in push.gradients] == [("w", [[5], *place[1:]]), ("b", None)]
 
 
 @pytest.mark.parametrize(
@@ -198,4 +203,4 @@ def test_a_push_is_unpacked_as_it_was_packed() -> None:
 )
 def test_a_damaged_push_is_reported_as_damage(packed: bytes) -> None:
     with pytest.raises(BufferCorrupt):
-        unpack_push(packed)
+        unpack_older(Part("p", 1, 2, "", b"", 9.0).name, packed)

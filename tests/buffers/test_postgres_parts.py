@@ -16,7 +16,7 @@ from service.buffers.postgres import PostgresStore, batch, janitor, writer
 from service.buffers.postgres.deltas import Turns
 from service.errors import BufferCorrupt, StoreFull
 from tests.buffers.calls import PUSH_SECONDS, add, create, do, key, ones, part, send_part, state, value
-from tests.buffers.postgres import Once, Schema, part_tables, until
+from tests.buffers.postgres import Once, Schema, part_tables, pushes_in, until
 from tests.buffers.stores import PATIENCE, Clock, Gate
 from tests.network import Network
 
@@ -225,20 +225,20 @@ def test_the_last_part_moves_no_bytes(schema: Schema, size: int, count: int) -> 
 
 def test_the_janitor_forgets_pushes_in_time(schema: Schema, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     part_tables(monkeypatch)
-    monkeypatch.setattr(janitor, "PUSHES_AT_ONCE", 2)
+    monkeypatch.setattr(janitor, "EXPIRED_BYTES", 300)  # two pushes
     stores = [schema.open(clock=clock), schema.open(clock=clock)]
     create(stores[0], "a", "b", shape=(LARGE,))
     for number in range(5):
         part(stores[0], 1, {"a": ones(LARGE), "b": 1}, push=f"{number}", request="a")
     clock.advance(PUSH_SECONDS - 1)
     part(stores[0], 1, {"a": ones(LARGE)}, push="young", request="a")
-    schema.ask("update pushes set record = '[' where id = '3'")
+    schema.ask("update buffers set record = '[' where name = '3'")
     assert [name for name, _ in stores[1].pushes()] == ["0", "1", "2", "4", "young"]
-    with pytest.raises(BufferCorrupt, match="parts of this push are damaged"):
+    with pytest.raises(BufferCorrupt, match="parts of the push '3' are damaged"):
         part(stores[1], 2, {}, push="3")
     clock.advance(1)
     assert [name for name, _ in stores[1].pushes()] == ["young"]
-    until(lambda: schema.ask("select id from pushes") == [("young",)], "the pushes are not forgotten")
+    until(lambda: pushes_in(schema) == ["young"], "the pushes are not forgotten")
     until(lambda: schema.ask("select count(distinct blob) from chunks") == [(2,)], "their blobs stay")
     assert part(stores[1], 1, {"a": 1}, push="3").staged == [1]
     part(stores[1], 2, {}, push="young")
@@ -259,8 +259,8 @@ def test_the_janitor_leaves_a_push_that_is_completed_just_now(
         clock.advance(PUSH_SECONDS)
         other = janitor.Janitor(store._database, Turns(), max_bytes=1 << 30, key_seconds=PUSH_SECONDS)
         other.close()
-        other._forget_pushes(clock.now)
-        left.extend(name for (name,) in schema.ask("select id from pushes"))
+        other._expire(clock.now)
+        left.extend(pushes_in(schema))
 
     Once(monkeypatch, "made", forget)
     assert part(store, 2, {"b": ones(LARGE)}, request="b").receipts["a"]["count"] == 1

@@ -19,10 +19,11 @@ from service.buffers.graph_changes import PutGraph
 from service.buffers.lmdb.sums import is_sum, may_be_sum
 from service.buffers.lmdb.transaction import LmdbTransaction
 from service.buffers.lmdb.value_writer import Written
+from service.buffers.names import BufferName
 from service.buffers.parts import Forget, make, to_stage
 from service.buffers.perform import Outcome, Request
-from service.buffers.pushes import DRAFT, Part, Push, PushName, Staged, StagedPart
-from service.buffers.staging import Admitted
+from service.buffers.pushes import DRAFT, Part, Push, StagedPart
+from service.buffers.staging import Admitted, push_of, put_push
 from service.dtypes import Array
 from service.errors import GradserveError
 from service.kernels.gather import GatheredRows
@@ -37,7 +38,8 @@ GRAPH_SECONDS = 3600.0
 class Draft(NamedTuple):
     """The arrays of a part, their values, and whether each is its sum with zeros, as far as it is written."""
 
-    name: PushName
+    name: BufferName
+    """The push that has what is written."""
     arrays: Sequence[Array]
     values: Sequence[int]
     are_sums: Sequence[bool]
@@ -64,18 +66,19 @@ def make_some(
     if draft is not None and not draft.is_written:
         return draft
     if draft is not None:
-        txn.put_push(draft.name, None)
+        txn.forget(draft.name)
         txn.values.written = draft.written
     outcome = make(txn, request, namespace, now)
     for written in txn.values.written.values():  # the part was refused, or another request has staged it
-        txn.free_staged([[written.value]])
+        txn.free(written.value)
     txn.values.written = {}
     return outcome
 
 
 def forgetting(draft: Draft) -> Request:
     """Return the request that frees what a draft has written."""
-    caller, name = draft.name
+    assert draft.name.push is not None
+    caller, name = draft.name.push
     return Request([Forget()], part=Part(name, 0, 1, caller, bytes(16), 0.0))
 
 
@@ -87,7 +90,7 @@ def _next(txn: LmdbTransaction, draft: Draft | None, request: Request, namespace
     """
     most = txn.most_bytes if request.graph is None else min(txn.most_bytes, MOST_OF_GRAPH)
     if draft is not None:
-        return _written(txn, draft, most) if txn.push(draft.name) is not None else None
+        return _written(txn, draft, most) if push_of(txn, draft.name) is not None else None
     if isinstance(request.graph, PutGraph):
         content = request.graph.content
         if content.size <= most or not _is_new(txn, request, request.graph, namespace):
@@ -128,13 +131,13 @@ def _begun(txn: LmdbTransaction, part: Part, contents: Iterable[tuple[Array, boo
     if part.push:
         txn.admit_part(part.caller, size)
     draft = Draft(
-        (part.caller, DRAFT + secrets.token_hex(16)),
+        part._replace(push=DRAFT + secrets.token_hex(16)).name,
         arrays,
         [txn.values.new_id() for _ in arrays],
         [may_be_sum for _, may_be_sum in found.values()],
     )
-    staged = {"": Staged(0, [draft.values], size)}
-    txn.put_push(draft.name, Push.of(part, now).with_part(part.number, StagedPart("", staged, {})))
+    staged = {"": (0, [draft.values], size)}
+    put_push(txn, draft.name, Push.begun(part, now).with_part(part.number, StagedPart("", staged, {})), now)
     return draft
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import lmdb
 import orjson
 
-from service.buffers.lmdb.format import DATABASES, NUMBER, index, keep, move_graphs
+from service.buffers.lmdb.format import DATABASES, NUMBER, OLDER, bring_over, index, keep
 from service.buffers.lmdb.pages import faults_of
 from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full
 from service.buffers.packed import FORMAT, READABLE, check_format, seed_of, unseal
@@ -65,10 +65,9 @@ class Environment:
     free: Any
     keys: Any
     outcomes: Any
-    pushes: Any
     deadlines: Any
-    older_graphs: Any | None = None
-    """The graphs of an older store that is only read, which has them apart."""
+    older: Sequence[Any] = ()
+    """The graphs and the pushes of an older store that is only read, which has them apart."""
 
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:
         self.path, self.max_bytes = path, max_bytes
@@ -103,12 +102,12 @@ class Environment:
             setattr(self, name, self._env.open_db(name.encode(), txn, create=is_new))
         if self.format != str(FORMAT):
             if txn is None:
-                self.older_graphs = self._env.open_db(b"graphs", create=False)
+                self.older = [self._env.open_db(name, create=False) for name in OLDER]
             else:
                 self._bring_over(txn)
 
     def _bring_over(self, txn: Any) -> None:
-        """Seal what older formats have without checksums, which a new store lacks, and make graphs buffers.
+        """Seal what older formats have without checksums, which a new store lacks. Make graphs and pushes buffers.
 
         The clock starts again.
         """
@@ -119,9 +118,8 @@ class Environment:
             for key, data in entries.items():
                 keep(txn, database, key, data)
         index(txn, self.keys, self.outcomes)
-        graphs = self._env.open_db(b"graphs", txn)
-        move_graphs(txn, graphs, self.buffers, self.meta)
-        txn.drop(graphs)
+        older = [self._env.open_db(name, txn) for name in OLDER]
+        bring_over(txn, older, self.buffers, self.meta, self.deadlines)
         self.format = str(FORMAT)
         txn.put(b"format", self.format.encode(), db=self.meta)
 
@@ -247,7 +245,7 @@ def open_lmdb(path: Path, *, readonly: bool) -> lmdb.Environment:
         return lmdb.open(
             str(path),
             map_size=MAP_BYTES,
-            max_dbs=len(DATABASES) + 2,  # `meta`, and the graphs of an older format
+            max_dbs=1 + len(DATABASES) + len(OLDER),  # one is `meta`
             max_readers=MOST_READERS,
             meminit=False,
             readonly=readonly,

@@ -34,11 +34,7 @@ The databases of the LMDB environment hold:
     keys       digest of caller and key, 16 bytes -> the time of the request, 8 bytes, sealed: an index of `outcomes`
     outcomes   time of the request, 8 bytes, and digest of caller and key -> length of the namespace, 1 byte; the
                namespace; fingerprint, and what a replay answers (`packed.pack_known`); sealed
-    pushes     namespace, a zero byte and the id of a push -> the bytes that it has staged, 8 bytes; the time when the
-               store forgets it, 8 bytes; a `Push` as JSON; sealed. A name that begins with a line feed has what is
-               written of a large part (`drafts.py`)
     deadlines  time, 8 bytes, and `BufferName.joined` -> nothing: when to check whether the buffer has expired
-               b"\xfe", time, 8 bytes, and the key of a push -> nothing: when to forget it
                b"\xff", time, 8 bytes, and `BufferName.joined` -> nothing: when the running epoch is due
 
 Keys are big-endian, times are microseconds since 1970; numbers in chunks and lists of slots are little-endian. Sealed
@@ -66,24 +62,27 @@ from __future__ import annotations
 import itertools
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from service.buffers.graphs import unpack_older
-from service.buffers.names import BufferName, graphs_of
-from service.buffers.packed import pack_record, seal, seed_of
+from service.buffers import graphs, pushes
+from service.buffers.names import BufferName, graphs_of, pushes_of
+from service.buffers.packed import pack_record, seal, seed_of, unseal
 from service.buffers.record import Record
 from service.errors import BufferCorrupt
 
-DATABASES = ("buffers", "values", "free", "keys", "outcomes", "pushes", "deadlines")
+DATABASES = ("buffers", "values", "free", "keys", "outcomes", "deadlines")
 """All databases but `meta`."""
+
+OLDER = (b"graphs", b"pushes")
+"""What formats before 9 have in databases of their own."""
 
 DUE = b"\xff"
 """The first byte of an entry of `deadlines` for an epoch. No time begins with it, so these entries come last."""
 
 FORGET = b"\xfe"
-"""The first byte of an entry of `deadlines` for a push."""
+"""The first byte of an entry of `deadlines` for a push, before format 9."""
 
 COUNT = b"count:"
 """The prefix of the counts of buffers in `meta`."""
@@ -144,18 +143,46 @@ def index(txn: Any, keys: Any, outcomes: Any) -> None:
             keep(txn, keys, place[TIME.size :], place[: TIME.size])
 
 
-def move_graphs(txn: Any, graphs: Any, buffers: Any, meta: Any) -> None:
-    """Make buffers of the graphs of an older store, and count them."""
+def older_records(txn: Any, older: Sequence[Any]) -> Iterator[tuple[BufferName, bytes | memoryview]]:
+    """Yield the buffers that the graphs and the pushes of an older store are: their names, and their sealed records.
+
+    What is damaged stays damaged, under its new name.
+    """
+    for database, brought_over in zip(older, (_older_graph, _older_push), strict=False):
+        for key, sealed in txn.cursor(db=database):
+            yield brought_over(bytes(key), sealed)
+
+
+def _older_graph(key: bytes, sealed: bytes | memoryview) -> tuple[BufferName, bytes | memoryview]:
+    own = name_of(key)
+    with suppress(BufferCorrupt):
+        sealed = pack_record(graphs.unpack_older(own, sealed))
+    return BufferName(graphs_of(own.namespace), own.name), sealed
+
+
+def _older_push(key: bytes, sealed: bytes | memoryview) -> tuple[BufferName, bytes | memoryview]:
+    namespace, _, push = key.decode(errors="replace").partition("\0")
+    name = BufferName(pushes_of(namespace), push)
+    with suppress(BufferCorrupt):
+        sealed = pack_record(pushes.unpack_older(name, (unseal(sealed, seed_of(key)) or b"")[2 * NUMBER.size :]))
+    return name, sealed
+
+
+def bring_over(txn: Any, older: Sequence[Any], buffers: Any, meta: Any, deadlines: Any) -> None:
+    """Make buffers of the graphs and the pushes of an older store, and count and schedule them."""
     counts = Counter[str]()
-    for key, sealed in txn.cursor(db=graphs):
-        name = name_of(key)
-        with suppress(BufferCorrupt):  # damaged it stays, under its new name
-            sealed = pack_record(unpack_older(name, sealed))
-        name = BufferName(graphs_of(name.namespace), name.name)
+    for name, sealed in older_records(txn, older):
         txn.put(name.joined.encode(), sealed, db=buffers)
         counts[name.namespace] += 1
     for namespace, count in counts.items():
         keep(txn, meta, COUNT + namespace.encode(), NUMBER.pack(count))
+    for entry, _ in [*with_prefix(txn, deadlines, FORGET)]:
+        time, key = entry[len(FORGET) :][: TIME.size], entry[len(FORGET) + TIME.size :]
+        name, _ = _older_push(key, b"")
+        txn.delete(entry, db=deadlines)
+        txn.put(time + name.joined.encode(), b"", db=deadlines)
+    for database in older:
+        txn.drop(database)
 
 
 def with_prefix(txn: Any, database: Any, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
-from service.buffers.graphs import unpack_older
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import CLOCK, COUNT, DATABASES, DUE, NUMBER, TIME, microseconds, name_of, with_prefix
+from service.buffers.lmdb.format import (
+    CLOCK,
+    COUNT,
+    DATABASES,
+    DUE,
+    NUMBER,
+    TIME,
+    key_range,
+    microseconds,
+    name_of,
+    older_records,
+    with_prefix,
+)
 from service.buffers.lmdb.keys import KeyReader
 from service.buffers.lmdb.pages import BEHIND, faults_of
-from service.buffers.lmdb.pushes import PushReader
 from service.buffers.lmdb.slots import CHUNK_BYTES, slots_in, stored_number
 from service.buffers.lmdb.values import ValueReader
-from service.buffers.names import BufferName, graphs_of
-from service.buffers.packed import SEAL_BYTES, unpack_record
+from service.buffers.names import BufferName
+from service.buffers.packed import SEAL_BYTES, sound, unpack_record
+from service.buffers.pushes import MAX_STORED_BYTES
 from service.buffers.record import Record
 from service.errors import BufferCorrupt
 
-T = TypeVar("T")
+_SIZE = re.compile(rb'\[{"shape":\[(\d+)\]')
+"""The beginning of a record whose buffer has one axis."""
 
 
 class Reader:
@@ -30,7 +43,7 @@ class Reader:
 
     def __init__(self, env: Environment, txn: Any) -> None:
         self._env, self._txn = env, txn
-        self.values, self.keys, self.pushes = ValueReader(env, txn), KeyReader(env, txn), PushReader(env, txn)
+        self.values, self.keys = ValueReader(env, txn), KeyReader(env, txn)
 
     def get(self, name: BufferName) -> Record | None:
         """Return the buffer, expired or not. Raises `BufferCorrupt`."""
@@ -54,8 +67,7 @@ class Reader:
 
         Damaged buffers are left out: a client that asks for one gets the error.
         """
-        found = self._between(self._env.buffers, start, stop, unpack_record)
-        return (record for _, record in found if record is not None)
+        return (record for _, record in sound(self._between(start, stop)) if record is not None)
 
     def names_in(self, start: bytes, stop: bytes) -> Iterator[BufferName]:
         """Yield the names of the buffers whose keys lie from `start` up to, but without, `stop`."""
@@ -66,28 +78,24 @@ class Reader:
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
         """Yield the buffers whose joined names begin with the prefix: name and record, None if that is damaged."""
-        found = self._between(self._env.buffers, prefix.encode(), prefix.encode() + BEHIND, unpack_record)
-        if self._env.older_graphs is None:
-            return found
-        graphs = self._between(self._env.older_graphs, b"", BEHIND, unpack_older)
-        older = ((BufferName(graphs_of(name.namespace), name.name), record) for name, record in graphs)
-        return itertools.chain(found, older)
+        found = self._between(prefix.encode(), prefix.encode() + BEHIND)
+        return sound(itertools.chain(found, older_records(self._txn, self._env.older)))
 
-    def _between(
-        self, database: Any, start: bytes, stop: bytes, unpack: Callable[[BufferName, memoryview], T]
-    ) -> Iterator[tuple[BufferName, T | None]]:
-        """Yield what has keys from `start` up to, but without, `stop`: name and content, None if it is damaged."""
-        with self._txn.cursor(db=database) as cursor:
-            if not cursor.set_range(start):
-                return
-            for key, sealed in cursor:
-                if bytes(key) >= stop:
-                    return
-                name = name_of(key)
-                try:
-                    yield name, unpack(name, sealed)
-                except BufferCorrupt:
-                    yield name, None
+    def bytes_of(self, namespace: str) -> int:
+        """Return the bytes that all buffers of the namespace have by their shapes, those of bool. No seal is checked.
+
+        A damaged record may say anything, so it counts only if it may be true.
+        """
+        own = self._between(*key_range(namespace, "", ""))
+        sizes = (int(found[1]) for _, sealed in own if (found := _SIZE.match(sealed)))
+        return sum(size for size in sizes if size <= MAX_STORED_BYTES)
+
+    def _between(self, start: bytes, stop: bytes) -> Iterator[tuple[BufferName, memoryview]]:
+        """Yield the name and the stored record of the buffers with keys from `start` up to, but without, `stop`."""
+        with self._txn.cursor(db=self._env.buffers) as cursor:
+            if cursor.set_range(start):
+                for key, sealed in itertools.takewhile(lambda entry: bytes(entry[0]) < stop, cursor):
+                    yield name_of(key), sealed
 
     def stored_clock(self) -> bytes:
         """Return what `meta` has of the clock, b"" if it is missing or damaged."""
@@ -148,12 +156,12 @@ class Reader:
         return {name: self._txn.stat(getattr(self._env, name))["entries"] for name in DATABASES}
 
     def anything_due(self, oldest_key: int, now: float) -> bool:
-        """Return whether a key has expired, the deadline of a buffer or a push is over, or an epoch is due."""
+        """Return whether a key has expired, the deadline of a buffer is over, or an epoch is due."""
         for db, limit in ((self._env.outcomes, oldest_key), (self._env.deadlines, microseconds(now))):
             with self._txn.cursor(db=db) as cursor:
                 if is_due(cursor, limit):
                     return True
-        return self.pushes.anything_due(now) or self.first_due() <= now
+        return self.first_due() <= now
 
     def first_due(self) -> float:
         """Return when the first running epoch is due, in seconds since 1970; infinity if none is."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from service.buffers.lmdb.clock import clock_of
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import due_entry
+from service.buffers.lmdb.format import DUE, TIME, due_entry, name_of
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.slots import CHUNK_BYTES, stored_number
 from service.buffers.lmdb.values import StoredGradient
-from service.buffers.pushes import DRAFT
+from service.buffers.pushes import Place
 from service.buffers.readonly import WRONG
 from service.buffers.record import Spec
 from service.dtypes import Array
@@ -27,6 +27,9 @@ class LmdbMoment(Reader):
     def streamed(self, spec: Spec, value: int | None) -> Iterator[Array]:
         return self.values.streamed(spec, value)
 
+    def check_staged(self, place: Place) -> None:
+        self.values.check(StoredGradient(*place[:3]))
+
     def faults(self) -> list[str]:
         return self.damaged_pages()  # LMDB might end the process
 
@@ -36,12 +39,10 @@ class LmdbMoment(Reader):
             slots.setdefault(value, [])
             with suppress(BufferCorrupt):
                 slots |= self.values.slots_of(value)
-        pushes = [*self._pushes(slots)]
         used, free, total = Counter(itertools.chain(*slots.values())), self.free_slots(), self.slot_count()
         yield f"{len(used)} slots in use, {len(free)} free"
         if lost := set(range(total)) - used.keys() - set(free):
             yield f"{len(lost)} slots of {CHUNK_BYTES} bytes are lost to damage; to regain them, export to a new store"
-        yield from pushes
         yield f"{self.entries()['keys']} idempotency keys"
         if damaged := self.keys.damaged():
             yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one is found all the same, or fails"
@@ -56,40 +57,15 @@ class LmdbMoment(Reader):
         if (largest := max(slots, default=0)) > (last := stored_number(self._env, self._txn, b"last_id")):
             yield f"{WRONG}the value {largest} is in use, but {last} should be the last"
 
-    def _pushes(self, slots: dict[int, list[int]]) -> Iterator[str]:
-        """Yield lines about incomplete pushes. Add to `slots` those of what they have staged, by the ids of values."""
-        for name, push in self.pushes.all():
-            whose = f"the push {name[1]!r} of the namespace {name[0]!r}"
-            if push is None:
-                yield f"{WRONG}{whose} is damaged: a part of it fails until it is forgotten"
-                continue
-            if not self.pushes.is_scheduled(name, push):
-                yield f"{WRONG}{whose} is not scheduled: what it has staged takes room until a part of it comes"
-            for buffer, place in ((buffer, staged.place) for _, buffer, staged in push.gradients if staged.place):
-                if name[1].startswith(DRAFT):
-                    slots |= self._draft(place[0])
-                    continue
-                stored = StoredGradient(*place[:3])
-                slots |= {value: [] for value in stored.ids}
-                try:
-                    for value in stored.ids:
-                        slots |= self.values.slots_of(value)
-                    self.values.check(stored)
-                except BufferCorrupt:
-                    yield f"{WRONG}the gradient of {buffer!r} in {whose} is damaged"
-        yield f"{self.entries()['pushes']} incomplete pushes"
-
-    def _draft(self, values: Sequence[int]) -> dict[int, list[int]]:
-        """Return the slots of what is written of a large part, by the ids of its values. Some have nothing yet."""
-        slots: dict[int, list[int]] = {value: [] for value in values}
-        for value in values:
-            with suppress(BufferCorrupt):
-                slots |= self.values.slots_of(value)
-        return slots
-
     def _unscheduled(self) -> Iterator[str]:
-        """Yield a line for each running epoch that the store would not close at its deadline."""
+        """Yield a line for each buffer that the store would not delete, or whose epoch it would not close, in time."""
+        with self._txn.cursor(db=self._env.deadlines) as cursor:
+            entries = itertools.takewhile(lambda key: bytes(key[:1]) < DUE, cursor.iternext(values=False))
+            timed = {name_of(key[TIME.size :]) for key in entries}
         for name, record in self.sound_records():
+            is_older = bool(self._env.older) and name.push is not None
+            if not is_older and record is not None and record.expires is not None and name not in timed:
+                yield f"{WRONG}{name.shown} is not scheduled: once it has expired, it takes room until a request comes"
             entry = None if record is None else due_entry(record)
             if entry is not None and self._txn.get(entry, db=self._env.deadlines) is None:
                 yield (

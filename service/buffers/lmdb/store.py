@@ -25,7 +25,6 @@ from service.buffers.lmdb.reader import Reader, reading
 from service.buffers.lmdb.writer import Writer
 from service.buffers.names import HIDDEN, BufferName
 from service.buffers.perform import Outcome, Request
-from service.buffers.pushes import DRAFT, Push
 from service.buffers.record import Key, Known, Record, Snapshot
 from service.buffers.room import Most
 from service.buffers.store import (
@@ -35,7 +34,6 @@ from service.buffers.store import (
     Committed,
     Store,
     alive,
-    listed,
     page,
     snapshots,
     uncounted,
@@ -118,13 +116,6 @@ class LmdbStore(Store):
     def recall(self, key: Key, names: Sequence[str] = ()) -> Known | None:
         with reading(self._env) as reader:
             return reader.keys.find(key, names, self._writer.oldest_key())
-
-    def pushes(self, prefix: str = "", limit: int | None = None) -> list[tuple[str, Push]]:
-        now = self._clock()
-        with reading(self._env) as reader:
-            own = ((name[1], push) for name, push in reader.pushes.all(self.namespace) if push is not None)
-            sent = ((name, push) for name, push in own if push.until > now and not name.startswith(DRAFT))
-            return listed(sent, prefix, limit)
 
     def generation(self) -> int:
         return self._env.generation()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,16 +14,13 @@ from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.environment import MARGIN_BYTES, Environment
 from service.buffers.lmdb.format import COUNT, DUE, NUMBER, TIME, due_entry, keep, key_range, microseconds, name_of
 from service.buffers.lmdb.keys import KeyWriter
-from service.buffers.lmdb.pushes import PushWriter
 from service.buffers.lmdb.slots import CHUNK_BYTES, RESERVE_BYTES, disk_full
 from service.buffers.lmdb.staging import Staging
 from service.buffers.lmdb.value_writer import ValueWriter
 from service.buffers.names import BufferName
 from service.buffers.packed import SEAL_BYTES, pack_record
-from service.buffers.pushes import PushName
 from service.buffers.record import Key, Known, Record, Spec
 from service.buffers.room import KEYS_PART, check_keys, store_full
-from service.buffers.staging import free_push
 from service.dtypes import Array
 from service.errors import BufferCorrupt
 
@@ -44,7 +42,7 @@ class LmdbTransaction(Staging):
     def __init__(self, env: Environment, txn: Any, state: WriterState, oldest_key: int) -> None:
         self._env, self._txn, self._state, self._oldest = env, txn, state, oldest_key
         self.values, self.keys = ValueWriter(env, txn, state.values), KeyWriter(env, txn)
-        self.pushes, self.to_fold = PushWriter(env, txn), {}
+        self.to_fold, self.staged_bytes = {}, Counter()
         self.changed: dict[BufferName, Record | None] = {}
         """Records that `finish` stores, None to delete: a record that changes often is stored once."""
         self._counts: dict[str, int] = {}
@@ -79,6 +77,7 @@ class LmdbTransaction(Staging):
     def put(self, record: Record) -> None:
         self.writes += 1
         spec, expires = record.spec, record.expires
+        self._count_staged(record.full_name, spec.nbytes)
         if expires is not None or spec.deadline_seconds is not None:
             old = self.get(record.full_name)
             if expires is not None and spec.ttl_seconds != (None if old is None else old.spec.ttl_seconds):
@@ -120,7 +119,7 @@ class LmdbTransaction(Staging):
         return int.from_bytes(self._env.unseal(stored, key) or b"", "big")  # the next start counts what is damaged
 
     def remove(self, record: Record) -> None:
-        self.remove_damaged(record.full_name)
+        self.forget(record.full_name)
         self._schedule(record, None)
         if record.spec.ttl_seconds is not None:  # its first deadline; a later deadline finds no buffer
             due = microseconds(record.created + record.spec.ttl_seconds)
@@ -128,8 +127,9 @@ class LmdbTransaction(Staging):
         for value in record.values:
             self.free(value)
 
-    def remove_damaged(self, name: BufferName) -> None:
+    def forget(self, name: BufferName) -> None:
         self.writes += 1
+        self._count_staged(name, 0)
         self._counts[name.namespace] = max(0, self._count(name.namespace) - 1)
         self.changed[name] = None
 
@@ -198,27 +198,6 @@ class LmdbTransaction(Staging):
                 self._txn.delete(COUNT + namespace.encode(), db=self._env.meta)
         self.keys.finish()
 
-    def forget(self, now: float, keys: int, most: int) -> None:
-        """Remove up to `keys` expired keys, and up to `most` expired buffers and gradients of expired pushes."""
-        self.forget_keys(keys)
-        self.remove_expired(now, most)
-        before = self.writes
-        while most > 0 and (name := self.pushes.take_due(now)) is not None:
-            most -= 1 + self._forget_push(name)
-        self.expired += self.writes - before
-
-    def _forget_push(self, name: PushName) -> int:
-        """Remove a push, and what it has staged. Return how many gradients that were."""
-        try:
-            push = self.push(name)
-        except BufferCorrupt:
-            push = None  # what it has staged is lost
-        if push is None:
-            self.put_push(name, None)
-            return 0
-        free_push(self, name, push)
-        return len(push.gradients)
-
     def forget_keys(self, most: int) -> int:
         """Delete up to `most` keys that have expired. Return their number."""
         forgotten, _ = self.keys.forget(self._oldest, most)
@@ -226,25 +205,33 @@ class LmdbTransaction(Staging):
         return forgotten
 
     def remove_expired(self, now: float, most: int, namespace: str | None = None) -> bool:
-        """Remove up to `most` expired buffers, of one namespace or of all. Return whether any deadline was over.
+        """Remove some expired buffers, of one namespace or of all. Return whether any deadline was over.
+
+        They have little more than `most` values together.
 
         A buffer that changed since its deadline was set gets a later deadline.
         """
         limit, before = microseconds(now), self.writes
         deadlines = self._deadlines_up_to(limit, most, namespace)
         for deadline in deadlines:
+            if most <= 0:
+                break
             self.writes += 1
             self._txn.delete(deadline, db=self._env.deadlines)
+            name = name_of(deadline[TIME.size :])
             try:
-                record = self.get(name_of(deadline[TIME.size :]))
+                record = self.get(name)
             except BufferCorrupt:
-                continue  # a client that asks for this buffer gets the error
+                if name.push is not None:  # what it has staged is lost
+                    self.forget(name)
+                continue  # a client that asks for another buffer gets the error
             if record is None or record.expires is None:
                 continue
             if record.lives(now):
                 later = max(microseconds(record.expires), limit + 1)
                 self._txn.put(TIME.pack(later) + deadline[TIME.size :], b"", db=self._env.deadlines)
             else:
+                most -= max(1, len(record.values))
                 self.remove(record)
         self.expired += self.writes - before
         return bool(deadlines)

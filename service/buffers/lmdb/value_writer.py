@@ -120,13 +120,9 @@ class ValueWriter(ValueReader):
             self._put(value, entry.pack())
             return value, 2 * stored.nbytes >= spec.nbytes
         value = self.accumulate(spec, old, self.gradient(spec, stored), weight, overwrite=False)
-        self.free_staged(place)
+        for each in stored.ids:
+            self.free(each)
         return value, False
-
-    def free_staged(self, place: Place) -> None:
-        """Free a staged gradient."""
-        for value in place[0]:
-            self.free(value)
 
     def has_waiting(self, value: int) -> bool:
         """Return whether anything waits to be added to a value."""

@@ -27,12 +27,12 @@ from service.buffers.names import BufferName, graphs_of
 from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import statements as sql
-from service.buffers.postgres.changes import Changes, Found, Stored
+from service.buffers.postgres.changes import Changes, Found
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.deltas import Payload, payload_of
 from service.buffers.postgres.exchange import Connection, ResultRows, columns
 from service.buffers.postgres.failures import MovedError, NoStandbyError, is_damage
-from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, ask_pushes, found_pushes, put_pushes
+from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, Stored, ask_pushes, found_pushes
 from service.buffers.postgres.schema import FREED_SECONDS, ROW_BYTES
 from service.buffers.restore import Restore
 from service.buffers.sets import Set
@@ -118,8 +118,10 @@ class Batch:
             sql.KEYS(digests),
         ]
         if parts:  # only their pushes say which other buffers they need
-            *said, found, sizes = connection.exchange([*keys_first, *ask_pushes(parts, clock, locks=locks)])
-            pushes = found_pushes(parts, found, sizes, {digest: outcome for digest, _, outcome in said[-1]})
+            asked = ask_pushes(parts, perform.MAX_CHANGED_BYTES, clock, locks=locks)
+            *said, rows, sizes = connection.exchange([*keys_first, *asked])
+            heads, _ = _records([part.name for part in parts], rows)
+            pushes = found_pushes(parts, heads, sizes, {digest: outcome for digest, _, outcome in said[-1]})
             keys_first = []
         names = sorted({name for one in self.submissions for name in one.names} | pushes.buffers)
         wide = [(one.namespace, one.request.wide.prefix) for one in self.submissions if one.request.wide is not None]
@@ -159,10 +161,8 @@ class Batch:
         if len(self._claimed) < len(blobs):
             raise StagedLostError
         pushes.values = {value for (value,) in staged}
-        if any(packed is None for _, _, packed, _ in rows):
-            perform.check_records(most + 1)
         records, seqs = _records(names, rows)
-        return Found(records, known, Counter(dict(counts)), seqs, pushes)
+        return Found(pushes.heads | records, known, Counter(dict(counts)), seqs, pushes)
 
     def write(self, database: Database, connection: Connection, found: Found) -> None:
         """Write the changes and commit."""
@@ -188,7 +188,6 @@ class Batch:
                     MOVE(*columns(moved, 4)) if moved else None,
                     sql.FREE(changes.freed, None, FREED_SECONDS) if changes.freed else None,
                     sql.STAGE(0.0, *columns(unused, 2)) if unused else None,
-                    *put_pushes(changes.pushes),
                     sql.REMEMBER(self.now, *columns([*keys, (self._mark, "", b"")], 3)) if changes else None,
                     sql.FORGET_MARKS(*columns(old, 2)) if changes and old else None,
                 ],
@@ -208,7 +207,12 @@ def _row(stored: Stored) -> tuple[bytes, int, float | None, float | None]:
 def _records(
     names: Sequence[BufferName], rows: ResultRows
 ) -> tuple[dict[BufferName, Stored | BufferCorrupt | None], dict[int, int]]:
-    """Return the buffers of these names and those of the rows, and the `seq` of the last delta of each sum."""
+    """Return the buffers of these names and those of the rows, and the `seq` of the last delta of each sum.
+
+    Raises `TooManyTensors` if they are too large together.
+    """
+    if any(packed is None for _, _, packed, _ in rows):
+        perform.check_records(perform.MAX_CHANGED_BYTES + 1)
     records: dict[BufferName, Stored | BufferCorrupt | None] = dict.fromkeys(names)
     seqs = {}
     for namespace, name, packed, seq in rows:

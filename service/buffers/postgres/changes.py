@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from service.buffers.names import BufferName
 from service.buffers.postgres.compactor import Fold
 from service.buffers.postgres.deltas import Delta, Payload
-from service.buffers.postgres.pushes import FoundPushes
-from service.buffers.pushes import Push, PushName
-from service.buffers.record import Key, Known, Record
+from service.buffers.postgres.pushes import FoundPushes, Stored
+from service.buffers.record import Key, Known
 from service.errors import BufferCorrupt
-
-
-class Stored(NamedTuple):
-    """A buffer, and the `seq` of the last delta of its value."""
-
-    record: Record
-    seq: int
 
 
 @dataclass
@@ -48,14 +39,13 @@ class Changes:
     keys: dict[bytes, tuple[Key, Known]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     folds: list[Fold] = field(default_factory=list)
-    pushes: dict[PushName, Push | None] = field(default_factory=dict)
     staged_bytes: Counter[str] = field(default_factory=Counter)
-    """How many bytes more each namespace has staged."""
+    """How many bytes more each namespace of pushes has staged."""
     added: list[int] = field(default_factory=list)
     """Values of new staged gradients that are part of sums now."""
 
     def __bool__(self) -> bool:
-        return bool(self.records or self.keys or self.pushes)
+        return bool(self.records or self.keys)
 
     def merge(self, others: Changes) -> None:
         """Take over the changes of a request that succeeded."""
@@ -67,7 +57,6 @@ class Changes:
         self.keys |= others.keys
         self.counts.update(others.counts)
         self.folds += others.folds
-        self.pushes |= others.pushes
         self.staged_bytes.update(others.staged_bytes)
         for value in others.added:
             del self.deltas[value]

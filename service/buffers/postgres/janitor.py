@@ -11,14 +11,13 @@ from contextlib import contextmanager, suppress
 import orjson
 
 from service.buffers.names import BufferName
-from service.buffers.packed import unpack_push, unpack_record
+from service.buffers.packed import unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres.blobs import Blobs, drop_free, movable
 from service.buffers.postgres.connections import HANGING_SECONDS, Database
 from service.buffers.postgres.deltas import Turns
 from service.buffers.postgres.exchange import ResultRows, Statement
 from service.buffers.postgres.failures import as_operator_error, retried
-from service.buffers.postgres.pushes import OVERDUE, values_of
 from service.buffers.postgres.readonly import opened_readonly
 from service.buffers.postgres.schema import FREED_SECONDS, drop_partitions, make_partitions
 from service.buffers.postgres.statements import (
@@ -39,10 +38,15 @@ from service.errors import BufferCorrupt
 logger = logging.getLogger(__name__)
 
 _EXPIRED = Statement("""
-    select namespace, name, record from buffers
-    where expires <= coalesce($1::double precision, extract(epoch from now()))
-    order by namespace, name limit $2::bigint for update skip locked
+    select namespace, name, record from (
+        select *, sum(length(record)) over (order by namespace, name) - length(record) as before from (
+            select namespace, name, record from buffers
+            where expires <= coalesce($1::double precision, extract(epoch from now()))
+            order by namespace, name limit $2::bigint for update skip locked
+        ) as expired
+    ) as page where before <= $3::bigint
 """)
+"""The last may be the first with which the records take more bytes than the last parameter."""
 
 _FORGET = Statement("""
     with old as (
@@ -68,10 +72,10 @@ MOVE_SECONDS = 60.0
 """How long a round moves blobs, at most: meanwhile this janitor drops no table."""
 
 EXPIRED_AT_ONCE = 200
-"""Expired buffers that a transaction deletes."""
+"""Expired buffers that a transaction deletes, at most."""
 
-PUSHES_AT_ONCE = 20
-"""Pushes that a transaction forgets: each may have gradients for thousands of buffers."""
+EXPIRED_BYTES = 1 << 20
+"""Bytes of their records: a push has a hundred for each gradient, which the transaction frees, too."""
 
 KEYS_AT_ONCE = 10_000
 """Keys that a transaction forgets: no server waits long for the locks of more."""
@@ -127,7 +131,7 @@ class Janitor:
         with _guarded():
             make_partitions(self._database, now, TURN_SECONDS)
             drop_partitions(self._database, now - self._key_seconds, TURN_SECONDS)
-        works: list[Callable[[], bool]] = [lambda: self._forget_pushes(now), self._sweep, lambda: self._expire(now)]
+        works: list[Callable[[], bool]] = [self._sweep, lambda: self._expire(now)]
         for work in works:
             with _guarded():
                 while work() and not self._closed.is_set():
@@ -166,21 +170,10 @@ class Janitor:
                 return
             self._blobs.move(blob, nbytes, self._turns)
 
-    def _forget_pushes(self, now: float) -> bool:
-        """Forget some pushes whose time is over, and free their gradients. Return whether there may be more."""
-        with self._database.transaction() as connection:
-            rows = connection.ask(OVERDUE(now, PUSHES_AT_ONCE))
-            values: list[int] = []
-            for (packed,) in rows:
-                with suppress(BufferCorrupt):
-                    values += values_of(unpack_push(packed))
-            connection.ask(FREE(values, None, FREED_SECONDS))
-        return bool(rows)
-
     def _expire(self, now: float) -> bool:
         """Delete some expired buffers. Return whether there may be more."""
         with self._database.transaction() as connection:
-            rows = connection.ask(_EXPIRED(now, EXPIRED_AT_ONCE))
+            rows = connection.ask(_EXPIRED(now, EXPIRED_AT_ONCE, EXPIRED_BYTES))
             values: list[int] = []
             for namespace, name, packed in rows:
                 with suppress(BufferCorrupt):

@@ -1,38 +1,33 @@
 """The pushes in parts in the database.
 
-A staged gradient is the only delta of a value of its own, which no buffer has and which it overwrites: there is nothing
+A staged gradient is the only delta of a value of its own, which the push has and which it overwrites: there is nothing
 to add up. To add it, `MOVE` makes it a delta of the sum. A blob stays where it is, and so do the numbers of a row above
 2 KB, which PostgreSQL keeps beside its table.
 
-The lock of its key protects a push against other servers, and the lock of its row protects it against the janitor.
+The push is a buffer; its `seq` has the bytes that it has staged. The lock of its key protects it against other
+servers, and the lock of its row protects it against the janitor.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from service.buffers.names import BufferName
-from service.buffers.packed import digest_of, pack_push, unpack_known, unpack_push
+from service.buffers.packed import digest_of, unpack_known
 from service.buffers.postgres.exchange import Execution, ResultRows, Statement, columns
-from service.buffers.postgres.statements import COUNTED_BYTES
-from service.buffers.pushes import Part, Push, PushName
+from service.buffers.postgres.statements import COUNTED_BYTES, NAMED_RECORDS
+from service.buffers.pushes import Part, Push
+from service.buffers.record import Record
 from service.errors import BufferCorrupt
 
-_PUSHES = """
-    select namespace, id, record from pushes
-    where (namespace, id) in (select * from unnest($1::text[], $2::text[])) order by namespace, id
-"""
-
-PUSHES = Statement(_PUSHES), Statement(f"{_PUSHES} for update")
-"""The second locks them."""
-
 STAGED_BYTES = Statement(f"""
-    select namespace, {COUNTED_BYTES} from pushes
+    select namespace, {COUNTED_BYTES} from (select namespace, seq as bytes, expires from buffers) as pushes
     where namespace = any($1::text[])
-        and until > coalesce($2::double precision, extract(epoch from clock_timestamp()))
+        and expires > coalesce($2::double precision, extract(epoch from clock_timestamp()))
     group by namespace
 """)
 
@@ -44,83 +39,52 @@ MOVE = Statement("""
     where deltas.value = moved.staged
 """)
 
-PUT_PUSHES = Statement("""
-    insert into pushes (namespace, id, until, bytes, record)
-    select * from unnest($1::text[], $2::text[], $3::double precision[], $4::bigint[], $5::bytea[])
-    on conflict (namespace, id) do update
-    set until = excluded.until, bytes = excluded.bytes, record = excluded.record
-""")
 
-REMOVE_PUSHES = Statement("""
-    delete from pushes where (namespace, id) in (select * from unnest($1::text[], $2::text[]))
-""")
+class Stored(NamedTuple):
+    """A buffer, and the `seq` of the last delta of its value, or the bytes that a push has staged."""
 
-OVERDUE = Statement("""
-    with overdue as (
-        select namespace, id from pushes where until <= coalesce($1::double precision, extract(epoch from now()))
-        order by until limit $2::bigint for update skip locked
-    )
-    delete from pushes using overdue where pushes.namespace = overdue.namespace and pushes.id = overdue.id
-    returning record
-""")
-"""Forgets some pushes whose time is over, and returns them."""
-
-INCOMPLETE = Statement("""
-    declare found no scroll cursor for select id, record from pushes
-    where namespace = $1::text and until > coalesce($2::double precision, extract(epoch from now()))
-""")
-
-ALL_PUSHES = Statement("select namespace, id, record, bytes from pushes order by namespace, id")
+    record: Record
+    seq: int
 
 
 @dataclass
 class FoundPushes:
     """What the database has of the pushes of a batch, and of their namespaces."""
 
-    pushes: dict[PushName, Push | BufferCorrupt] = field(default_factory=dict)
+    heads: dict[BufferName, Stored | BufferCorrupt | None] = field(default_factory=dict)
     nbytes: Counter[str] = field(default_factory=Counter)
-    """The bytes that each namespace has staged."""
+    """The bytes that each namespace of pushes has staged."""
     buffers: set[BufferName] = field(default_factory=set)
     """The buffers of all parts of the pushes that are complete, or that the batch may complete."""
     values: set[int] = field(default_factory=set)
     """The values of the gradients that the batch may add."""
 
 
-def ask_pushes(parts: Sequence[Part], clock: float | None, *, locks: bool) -> list[Execution]:
+def ask_pushes(parts: Sequence[Part], most: int, clock: float | None, *, locks: bool) -> list[Execution]:
     """Return what reads the pushes of the parts, perhaps locks them, and then reads the bytes of their namespaces."""
-    names, callers = sorted({part.name for part in parts}), sorted({part.caller for part in parts})
-    return [PUSHES[locks](*columns(names, 2)), STAGED_BYTES(callers, clock)]
+    names = sorted({part.name for part in parts})
+    return [NAMED_RECORDS[locks](most, *columns(names, 2)), STAGED_BYTES(sorted({one for one, _ in names}), clock)]
 
 
 def found_pushes(
-    parts: Sequence[Part], rows: ResultRows, sizes: ResultRows, known: Mapping[bytes, bytes]
+    parts: Sequence[Part],
+    heads: dict[BufferName, Stored | BufferCorrupt | None],
+    sizes: ResultRows,
+    known: Mapping[bytes, bytes],
 ) -> FoundPushes:
-    """Return what the batch needs to know about the pushes of its parts. `known` has the keys that the database has."""
-    found = FoundPushes(nbytes=Counter(dict(sizes)))
-    for namespace, name, packed in rows:
-        try:
-            found.pushes[namespace, name] = unpack_push(packed)
-        except BufferCorrupt as error:
-            found.pushes[namespace, name] = error  # the request that needs it gets the error
-    counts = Counter(part.name for part in parts)
+    """Return what the batch needs to know about the pushes of its parts, which are the buffers `heads`.
+
+    `known` has the keys that the database has.
+    """
+    found, counts = FoundPushes(heads, Counter(dict(sizes))), Counter(part.name for part in parts)
     for part in {part.name: part for part in parts}.values():
-        push, packed = found.pushes.get(part.name), known.get(digest_of(part.key))
+        head, packed = heads[part.name], known.get(digest_of(part.key))
         if packed is not None:
             with suppress(BufferCorrupt):
                 found.buffers.update(BufferName(part.caller, name) for name in unpack_known(packed, ()).receipts)
-        if isinstance(push, Push) and len(push.staged) + counts[part.name] >= push.parts:
-            found.buffers.update(BufferName(part.caller, name) for _, name, _ in push.gradients)
-            found.values.update(values_of(push))
+        if isinstance(head, Stored):
+            push = Push.of(head.record)
+            if len(push.staged) + counts[part.name] >= push.parts:
+                found.buffers.update(BufferName(part.caller, name) for _, name, _ in push.gradients)
+                found.values.update(head.record.values)
     return found
-
-
-def values_of(push: Push) -> Iterator[int]:
-    """Yield the values of the gradients that the push has staged."""
-    return (staged.place[0] for _, _, staged in push.gradients if staged.place is not None)
-
-
-def put_pushes(pushes: Mapping[PushName, Push | None]) -> list[Execution]:
-    """Return what stores these pushes, and removes those that are None."""
-    put = [(*name, push.until, push.nbytes, pack_push(push)) for name, push in pushes.items() if push is not None]
-    gone = [name for name, push in pushes.items() if push is None]
-    return [PUT_PUSHES(*columns(put, 5)), REMOVE_PUSHES(*columns(gone, 2))] if pushes else []

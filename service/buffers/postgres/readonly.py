@@ -13,14 +13,14 @@ import numpy as np
 import psycopg
 
 from service.buffers.names import BufferName
-from service.buffers.packed import unpack_known, unpack_push, unpack_record
+from service.buffers.packed import unpack_known, unpack_record
 from service.buffers.postgres.connections import CONNECT_SECONDS
 from service.buffers.postgres.deltas import Delta, complete, read_numbers, stream, total
 from service.buffers.postgres.exchange import Connection, Execution, Statement
 from service.buffers.postgres.failures import as_operator_error
-from service.buffers.postgres.pushes import ALL_PUSHES, values_of
-from service.buffers.postgres.schema import format_of, older_graphs
+from service.buffers.postgres.schema import format_of, older_records
 from service.buffers.postgres.statements import COMMIT, COUNTED_BYTES, NO_LIMIT, NOW, SEAL_OF_KEY, VERSION
+from service.buffers.pushes import Place
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
 from service.dtypes import Array
@@ -88,16 +88,20 @@ class PostgresMoment:
         self._connection, self._connect, self._schema = connection, connect, schema
         self._seqs: dict[int, int] = {}
         """The `seq` of the last delta of each running value, as the records have it."""
+        self._miscounted: list[BufferName] = []
+        """The pushes that have staged other bytes than the table says."""
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
         found = [(BufferName(*row[:2]), *row[2:]) for row in self._connection.ask(ALL_RECORDS(prefix))]
-        older = ((name, packed, 1) for name, packed in older_graphs(self._connection))
+        older = ((BufferName(*row[:2]), *row[2:4]) for row in older_records(self._connection))
         for full_name, packed, seq in (*found, *older):
             try:
                 record = unpack_record(full_name, packed)
             except BufferCorrupt:
                 yield full_name, None
                 continue
+            if full_name.push is not None and record.spec.nbytes != seq:
+                self._miscounted.append(full_name)
             if record.value is not None:
                 self._seqs[record.value] = seq
             yield full_name, record
@@ -111,13 +115,19 @@ class PostgresMoment:
             numbers = total(self._connection, spec, deltas, np.empty)
         yield numbers
 
+    def check_staged(self, place: Place) -> None:
+        ((value,),) = place
+        with _operator_errors(), self._connection.transaction(force_rollback=True):
+            *_, delta = complete(value, stream(self._connection, [value]), 1)
+            read_numbers(self._connection, delta)
+
     def faults(self) -> list[str]:
         return []
 
     def other_findings(self, values: Collection[int]) -> Iterator[str]:
-        staged: set[int] = set()
-        yield from _damaged_pushes(self._connection, staged)
-        yield from _leftovers(self._connection, [*values, *staged])
+        for name in self._miscounted:
+            yield f"{WRONG}the bytes of {name.shown} are counted wrong until its next part comes"
+        yield from _leftovers(self._connection, values)
         with self._connect() as connection:
             yield from _damaged_keys(connection, self._schema)
 
@@ -174,30 +184,6 @@ def _operator_errors() -> Iterator[None]:
         yield
     except psycopg.Error as error:
         raise as_operator_error(error) from None
-
-
-def _damaged_pushes(connection: Connection, staged: set[int]) -> Iterator[str]:
-    """Yield lines about the pushes that are not complete. Add the values of their gradients to `staged`."""
-    pushes = connection.ask(ALL_PUSHES())
-    for namespace, name, packed, nbytes in pushes:
-        shown = f"the push {name!r}" + (f" of the namespace {namespace!r}" if namespace else "")
-        try:
-            push = unpack_push(packed)
-        except BufferCorrupt:
-            yield f"{WRONG}{shown} is damaged"
-            continue
-        if nbytes != push.nbytes:
-            yield f"{WRONG}the bytes of {shown} are counted wrong until its next part comes"
-        values = [*values_of(push)]
-        staged.update(values)
-        for value in values:
-            try:
-                with _operator_errors(), connection.transaction(force_rollback=True):
-                    *_, delta = complete(value, stream(connection, [value]), 1)
-                    read_numbers(connection, delta)
-            except BufferCorrupt:
-                yield f"{WRONG}a staged gradient of {shown} is damaged"
-    yield f"{len(pushes)} incomplete pushes, {len(staged)} staged gradients"
 
 
 def _leftovers(connection: Connection, values: Collection[int]) -> Iterator[str]:

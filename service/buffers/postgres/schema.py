@@ -17,7 +17,7 @@ A table has the blobs of a block of ids, and is dropped once all of them are fre
 
 A record is sealed as in LMDB: it ends with a checksum, seeded by the name of its buffer (`service/buffers/packed.py`).
 
-The gradients of a push in parts are deltas, too, of values that no buffer has: see `pushes.py`.
+The gradients of a push in parts are deltas, too, of the values of the push: see `pushes.py`.
 
 A transaction takes its locks in one order: keys, pushes, namespaces with new buffers, buffers by name. A
 fold locks one buffer. The janitor locks pushes whose time is over, and waits for none.
@@ -27,11 +27,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 from psycopg import sql
 
-from service.buffers.graphs import unpack_older
-from service.buffers.names import BufferName, graphs_of
+from service.buffers import graphs, pushes
+from service.buffers.names import BufferName, graphs_of, pushes_of
 from service.buffers.packed import FORMAT, check_format, pack_record
 from service.buffers.postgres.connections import LOCK_SECONDS, Database
 from service.buffers.postgres.exchange import Connection, Statement, columns
@@ -81,15 +82,6 @@ create index deltas_blob on deltas (blob) where blob is not null;
 create table chunks (blob bigint not null, number integer not null, data bytea not null);
 alter table chunks alter data set storage external;
 create table unowned (blob bigint primary key, due double precision not null, bytes bigint not null default 0);
-create table pushes (
-    namespace text collate "C" not null,
-    id text collate "C" not null,
-    until double precision not null,
-    bytes bigint not null,
-    record bytea not null,
-    primary key (namespace, id)
-) with (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 100);
-create index pushes_until on pushes (until);
 create table keys (
     digest bytea not null,
     namespace text not null,
@@ -104,7 +96,6 @@ insert into meta values ({FORMAT});
 _UPGRADE = f"""
 lock table meta in access exclusive mode;
 alter table meta add column ids bigint not null default {1 - ID_BLOCK}, add primary key (version);
-alter table pushes alter namespace type text collate "C", alter id type text collate "C";
 alter table keys add column seal bytea;
 update keys set seal = {SEAL_OF_KEY};
 alter table keys alter seal set not null;
@@ -133,9 +124,9 @@ def prepare(database: Database) -> None:
             connection.execute(_TABLES.encode())
         elif found != str(FORMAT):
             connection.execute(_UPGRADE.encode())
-            if graphs := [*older_graphs(connection)]:
-                connection.ask(PUT(*columns([(*name, packed, 1, None, None) for name, packed in graphs], 6)))
-            connection.execute(b"drop table graphs")
+            if older := [*older_records(connection)]:
+                connection.ask(PUT(*columns(older, 6)))
+            connection.execute(b"drop table graphs, pushes")
         connection.execute(_COUNTS)
 
 
@@ -148,16 +139,27 @@ def format_of(connection: Connection, schema: str) -> str | None:
     return found
 
 
-def older_graphs(connection: Connection) -> Iterator[tuple[BufferName, bytes]]:
-    """Yield the graphs that a format before 9 has apart, as the buffers that they are in this format, sealed."""
-    if connection.ask(HAS_TABLE("graphs")) == [(True,)]:
-        for namespace, name, packed in connection.ask(_OLDER_GRAPHS()):
-            with suppress(BufferCorrupt):  # damaged it stays, under its new name
-                packed = pack_record(unpack_older(BufferName(namespace, name), packed))
-            yield BufferName(graphs_of(namespace), name), packed
+def older_records(connection: Connection) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of `buffers` that the graphs and pushes of an older format are, which has them apart.
+
+    What is damaged stays damaged, under its new name.
+    """
+    if connection.ask(HAS_TABLE("graphs")) == [(False,)]:
+        return
+    for namespace, name, packed in connection.ask(_OLDER_GRAPHS()):
+        with suppress(BufferCorrupt):
+            packed = pack_record(graphs.unpack_older(BufferName(namespace, name), packed))
+        yield graphs_of(namespace), name, packed, 1, None, None
+    for namespace, name, packed, nbytes, until in connection.ask(_OLDER_PUSHES()):
+        with suppress(BufferCorrupt):
+            record = pushes.unpack_older(BufferName(pushes_of(namespace), name), packed)
+            packed, until = pack_record(record), record.expires
+        yield pushes_of(namespace), name, packed, nbytes, until, None
 
 
 _OLDER_GRAPHS = Statement("select namespace, name, record from graphs order by namespace, name")
+
+_OLDER_PUSHES = Statement("select namespace, id, record, bytes, until from pushes order by namespace, id")
 
 PARTITION_SECONDS = 6 * 3600
 """The keys of six hours share a partition, and expire with it."""

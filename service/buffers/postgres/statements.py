@@ -247,7 +247,7 @@ The database's own time-out does not: after its `Sync`, a pipeline of psycopg se
 USED = Statement(f"""
     select (select {COUNTED_BYTES} from deltas)
          + (select coalesce(sum(pg_total_relation_size(relid)), 0)::bigint from pg_partition_tree('keys'))
-         + pg_total_relation_size('buffers') + pg_total_relation_size('pushes')
+         + pg_total_relation_size('buffers')
 """)
 
 KEY_BYTES = Statement("""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import groupby
@@ -19,12 +19,11 @@ import numpy as np
 from service.buffers.epochs import Closed
 from service.buffers.graphs import MAX_GRAPHS
 from service.buffers.names import BufferName
-from service.buffers.packed import digest_of, unpack_known, unpack_push, unpack_record
+from service.buffers.packed import digest_of, unpack_known, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import lists
 from service.buffers.postgres import schema as tables
 from service.buffers.postgres.blobs import Blobs
-from service.buffers.postgres.changes import Stored
 from service.buffers.postgres.compactor import Compactor
 from service.buffers.postgres.connections import Database, application_of
 from service.buffers.postgres.deltas import Delta, Turns, complete, stream, total
@@ -33,11 +32,10 @@ from service.buffers.postgres.failures import as_operator_error, retried
 from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.outage import Outage
-from service.buffers.postgres.pushes import INCOMPLETE
+from service.buffers.postgres.pushes import Stored
 from service.buffers.postgres.statements import COUNT, MEASURES, NOW, OUTCOME, RECORDS, REPLICAS, VERSION
 from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
-from service.buffers.pushes import Push
 from service.buffers.record import Key, Known, Record, Snapshot
 from service.buffers.room import Most
 from service.buffers.store import (
@@ -47,7 +45,6 @@ from service.buffers.store import (
     Committed,
     Store,
     alive,
-    listed,
     page,
     snapshots,
     uncounted,
@@ -60,9 +57,6 @@ R = TypeVar("R")
 
 READ_SECONDS = 10.0
 """How long a read waits for a database that answers slowly."""
-
-PUSHES_AT_ONCE = 4
-"""Pushes that are fetched at once: each may name thousands of buffers."""
 
 CHECK_SECONDS = 2.0
 """How long a probe waits for the database."""
@@ -195,13 +189,6 @@ class PostgresStore(Store):
         rows = self._ask(query) and self._ask(query, fenced=True)  # a new key does not wait for the standby
         return unpack_known(rows[0][0], names) if rows else None
 
-    def pushes(self, prefix: str = "", limit: int | None = None) -> list[tuple[str, Push]]:
-        def find(connection: Connection) -> list[tuple[str, Push]]:
-            rows = connection.fetched(INCOMPLETE(self.namespace, self._database.clock()), PUSHES_AT_ONCE)
-            return listed(_readable(rows), prefix, limit)
-
-        return self._read(find)
-
     def generation(self) -> int:
         return self._watcher.generation
 
@@ -264,10 +251,3 @@ def _alive(names: Sequence[str], rows: ResultRows) -> dict[str, Stored]:
     for name in names:
         alive(found[name].record if name in found else None, name, now)
     return found
-
-
-def _readable(rows: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, Push]]:
-    """Yield the pushes of these rows but those that are damaged."""
-    for name, packed in rows:
-        with suppress(BufferCorrupt):
-            yield name, unpack_push(packed)

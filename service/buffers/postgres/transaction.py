@@ -12,16 +12,17 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from service.buffers.gradients import Dense, Gradient, add_whole
-from service.buffers.names import BufferName
+from service.buffers.names import BufferName, pushes_of
 from service.buffers.packed import digest_of, unpack_known
 from service.buffers.postgres.blobs import Blobs
-from service.buffers.postgres.changes import Changes, Found, Stored
+from service.buffers.postgres.changes import Changes, Found
 from service.buffers.postgres.compactor import Fold, is_worth_a_fold
 from service.buffers.postgres.deltas import Delta, Payload, complete, delta_of, gradient_of, payload_of, stream, total
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.janitor import Janitor
+from service.buffers.postgres.pushes import Stored
 from service.buffers.postgres.schema import ROW_BYTES
-from service.buffers.pushes import Place, Push, PushName
+from service.buffers.pushes import Place
 from service.buffers.record import Key, Known, Record, Spec
 from service.buffers.room import Most
 from service.buffers.store import Allocate
@@ -80,6 +81,10 @@ class PostgresTransaction:
     def put(self, record: Record) -> None:
         name, old = record.full_name, self._stored(record.full_name)
         before = 0 if old is None else old.seq
+        if name.push is not None:
+            self._count_staged(name, record.spec.nbytes)
+            self.changes.records[name] = Stored(record, record.spec.nbytes)
+            return
         self.changes.records[name] = Stored(record, self._seq(record.value, before))
         values = [(record.value, False)]
         if old is not None and record.epoch > old.record.epoch and record.closed:
@@ -98,11 +103,13 @@ class PostgresTransaction:
     def remove(self, record: Record) -> None:
         if record.lives(self._now):  # else it is not in the counts
             self.changes.counts[record.full_name.namespace] -= 1
-        self.changes.records[record.full_name] = None
+        self.forget(record.full_name)
         for value in record.values:
             self.free(value)
 
-    def remove_damaged(self, name: BufferName) -> None:
+    def forget(self, name: BufferName) -> None:
+        if name.push is not None:
+            self._count_staged(name, 0)
         self.changes.records[name] = None
 
     def accumulate(self, record: Record, gradient: Gradient, weight: float, overwrite: bool) -> int | None:
@@ -177,35 +184,29 @@ class PostgresTransaction:
     def remember(self, key: Key, known: Known, now: float) -> None:
         self.changes.keys[digest_of(key)] = (key, known)
 
-    def push(self, name: PushName) -> Push | None:
-        return _latest(name, self.changes.pushes, self._earlier.pushes, self._found.of_pushes.pushes)
-
-    def put_push(self, name: PushName, push: Push | None) -> None:
-        old, own = None, name[0]
+    def _count_staged(self, name: BufferName, nbytes: int) -> None:
+        """Count that the push has staged this many bytes from now on."""
         with suppress(BufferCorrupt):
-            old = self.push(name)
-        if push is not None:
-            self.changes.staged_bytes[own] += push.nbytes
-        if old is not None and old.until > self._now:  # else it is not in the sum
-            self.changes.staged_bytes[own] -= old.nbytes
-        self.changes.pushes[name] = push
+            old = self.get(name)
+            nbytes -= old.spec.nbytes if old is not None and old.lives(self._now) else 0  # else it is not in the sum
+        self.changes.staged_bytes[name.namespace] += nbytes
 
     def admit_part(self, namespace: str, nbytes: int) -> None:
         counts = (self._found.of_pushes.nbytes, self._earlier.staged_bytes, self.changes.staged_bytes)
-        self._janitor.check_staged(sum(count[namespace] for count in counts) + nbytes)
+        self._janitor.check_staged(sum(count[pushes_of(namespace)] for count in counts) + nbytes)
 
     def stage(self, record: Record, gradient: Gradient) -> Place:
         value = self.new_id()
         self._append(value, 1, gradient, 1.0, overwrite=True)
-        return [value]
+        return [[value]]
 
     def staged(self, spec: Spec, place: Place) -> Gradient:
-        (value,) = place
+        ((value,),) = place
         *_, delta = complete(value, self._read(value), 1)
         return gradient_of(self._connection, spec, delta, self._unwritten)
 
     def add_staged(self, record: Record, place: Place, weight: float) -> int | None:
-        (staged,) = place
+        ((staged,),) = place
         value, seq = self._following(record, record.value)
         if new := self._new(staged):
             delta = _moved(new[0], value, seq, weight)
@@ -216,9 +217,6 @@ class PostgresTransaction:
             raise BufferCorrupt(f"The database lacks the gradient of {record.name!r} that this push has staged")
         self.changes.deltas.setdefault(value, []).append(delta)
         return value
-
-    def free_staged(self, place: Place) -> None:
-        self.free(place[0])
 
     def store_bytes(self, content: Array) -> int:
         value = self.new_id()
