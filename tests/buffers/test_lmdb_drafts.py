@@ -231,6 +231,13 @@ def test_a_store_that_closes_finishes_the_part(
     assert_same_bits(value(store, "a"), numbers())
 
 
+def test_no_list_has_what_is_not_completely_written(store: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[object]()
+    Between(monkeypatch, lambda: seen.append(store.pushes()), at=1)
+    part(store, 1, {"a": numbers()}, request="one")
+    assert (seen, len(store.pushes())) == ([[]], 1)
+
+
 @pytest.mark.parametrize("at", range(1, CHUNKS + 1))
 def test_a_failure_frees_what_was_written(
     store: LmdbStore, path: Path, monkeypatch: pytest.MonkeyPatch, at: int

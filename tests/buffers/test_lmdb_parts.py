@@ -17,6 +17,7 @@ import pytest
 from service.buffers import batches, failpoints
 from service.buffers.changes import Add, Delete, Take, Zero
 from service.buffers.gradients import Rows
+from service.buffers.lmdb import writer
 from service.buffers.lmdb.reader import reading
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.perform import Outcome, Request
@@ -338,6 +339,20 @@ def test_pushes_are_forgotten_when_idle(reopen: Reopen, clock: Clock, path: Path
     wait_for_entries(path, 0, "pushes", "values", "deadlines")
     store.close()
     assert wrong(path) == []
+
+
+@pytest.mark.usefixtures("untidied")
+def test_a_transaction_frees_few_gradients(reopen: Reopen, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MOST_EXPIRED", 3)
+    store = reopen()
+    create(store, "a", "b")
+    for number in range(4):
+        part(store, 1, {"a": 1, "b": 1}, push=str(number), request="one")
+    clock.advance(PUSH_SECONDS + 2)
+    for left in ({"+pushes+": 2}, {}):
+        add(store, "a", 0.0)
+        with reading(store._env) as reader:
+            assert reader.counts("+pushes+") == left
 
 
 @pytest.mark.usefixtures("untidied")

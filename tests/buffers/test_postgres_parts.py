@@ -246,6 +246,18 @@ def test_the_janitor_forgets_pushes_in_time(schema: Schema, monkeypatch: pytest.
     assert len(schema.faults()) == 2  # the gradients of the damaged push
 
 
+def test_the_janitor_frees_few_gradients_at_once(schema: Schema, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    monkeypatch.setattr(janitor.Janitor, "_round", lambda self: None)
+    monkeypatch.setattr(janitor, "EXPIRED_BYTES", 300)
+    store = schema.open(clock=clock)
+    create(store, "a", "b")
+    for number in range(3):
+        part(store, 1, {"a": 1, "b": 1}, push=f"{number}", request="a")
+    clock.advance(PUSH_SECONDS)
+    assert store._janitor._expire(clock.now)
+    assert pushes_in(schema) == ["2"]
+
+
 def test_the_janitor_leaves_a_push_that_is_completed_just_now(
     schema: Schema, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
