@@ -1,6 +1,6 @@
-"""Nested JSON lists -> arrays: the lists' shape, their numbers read in bulk, and the place of a mistake in them.
+"""Nested JSON lists and arrays: the lists' shape, their numbers in bulk, and the place of a mistake in them.
 
-The numbers of a list are still in the parser, or the list is a Python list.
+When a list is read, its numbers are still in the parser, or the list is a Python list.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 
 from service.codecs._parser import IN_PARSER, LISTS, Text
 from service.dtypes import BOOL, FLOAT64, FLOATS, INT64, Array, DType, cast
@@ -20,6 +21,9 @@ from service.limits import Limits
 Shape = tuple[int, ...]
 
 NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+WRITTEN_ELEMENTS = 1 << 16
+"""Elements to write in one call of orjson, which holds the interpreter's lock meanwhile."""
 
 _MAX_LENGTH = 0xFFFFFF
 """simdjson's length of every list with at least this many elements."""
@@ -244,3 +248,38 @@ def _describe(item: Any) -> str:
     if item is None or isinstance(item, bool):
         return {None: "null", True: "true", False: "false"}[item]
     return shown(item) if isinstance(item, (int, float, str)) else "an object"
+
+
+def list_text(tensor: Array) -> Iterator[bytes]:
+    """Yield the pieces of the tensor as nested lists. Other threads can run between pieces."""
+    if not tensor.size:
+        yield b"[]"  # there may be a billion empty rows, and the answer's shape tells their number
+    elif tensor.size <= WRITTEN_ELEMENTS:
+        yield _list_text(tensor)
+    else:
+        height = WRITTEN_ELEMENTS * len(tensor) // tensor.size
+        for start in range(0, len(tensor), max(1, height)):
+            yield b"," if start else b"["
+            if height:
+                yield _list_text(tensor[start : start + height])[1:-1]
+            else:
+                yield from list_text(tensor[start])
+        yield b"]"
+
+
+def _list_text(tensor: Array) -> bytes:
+    """Return the tensor, which must not be empty, as nested lists."""
+    if tensor.dtype.itemsize == 2:
+        tensor = tensor.astype(np.float32)
+    text = orjson.dumps(np.ascontiguousarray(tensor), option=orjson.OPT_SERIALIZE_NUMPY)
+    if not tensor.ndim:
+        text = text[1:-1]  # ascontiguousarray has made a scalar a row
+    if tensor.dtype.kind != "f":
+        return text
+    finite = np.isfinite(tensor)
+    if finite.all():
+        return text
+    # orjson has written null for every number that is not finite.
+    names = {repr(value): f'"{name}"'.encode() for name, value in NONFINITE.items()}
+    replacements = [names[repr(value)] for value in tensor[~finite].tolist()]
+    return b"".join(itertools.chain.from_iterable(zip(text.split(b"null"), [*replacements, b""], strict=True)))

@@ -8,18 +8,16 @@ and infinities are the strings "NaN", "Infinity" and "-Infinity". base64 encodes
 from __future__ import annotations
 
 import binascii
-import itertools
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import orjson
 import pybase64
 
 from service.codecs._bytes import bytes_of, count, view, wrong_size
-from service.codecs._lists import NONFINITE, ListReader, is_empty, shape_of
+from service.codecs._lists import ListReader, is_empty, list_text, shape_of
 from service.codecs._parser import LISTS, OBJECTS, TEXT_COPIES, VALUE_BYTES, Body, parsed
 from service.codecs._parser import Pairs as Pairs
 from service.codecs._parser import Text as Text
@@ -48,9 +46,6 @@ To find the place takes many times the body's memory, and the interpreter's lock
 
 MAX_INTEGER_CHARACTERS = 4000
 """Characters of the longest integer to parse: Python raises at 4,300 digits. A longer integer is read as infinity."""
-
-WRITTEN_ELEMENTS = 1 << 16
-"""Elements to write in one call of orjson, which holds the interpreter's lock meanwhile."""
 
 MAX_ELEMENTS = 1 << 25
 """The most elements of all lists in a body: to read them, the interpreter's lock is held for a second or two."""
@@ -198,41 +193,6 @@ def encode_tensor(tensor: Array, encoding: Encoding) -> list[bytes]:
     if encoding == "base64":
         return [head, b',"base64":"', pybase64.b64encode(bytes_of(tensor)), b'"}']
     return [head, b',"data":', *list_text(tensor), b"}"]
-
-
-def list_text(tensor: Array) -> Iterator[bytes]:
-    """Yield the pieces of the tensor as nested lists. Other threads can run between pieces."""
-    if not tensor.size:
-        yield b"[]"  # there may be a billion empty rows, and the answer's shape tells their number
-    elif tensor.size <= WRITTEN_ELEMENTS:
-        yield _list_text(tensor)
-    else:
-        height = WRITTEN_ELEMENTS * len(tensor) // tensor.size
-        for start in range(0, len(tensor), max(1, height)):
-            yield b"," if start else b"["
-            if height:
-                yield _list_text(tensor[start : start + height])[1:-1]
-            else:
-                yield from list_text(tensor[start])
-        yield b"]"
-
-
-def _list_text(tensor: Array) -> bytes:
-    """Return the tensor, which must not be empty, as nested lists."""
-    if tensor.dtype.itemsize == 2:
-        tensor = tensor.astype(np.float32)
-    text = orjson.dumps(np.ascontiguousarray(tensor), option=orjson.OPT_SERIALIZE_NUMPY)
-    if not tensor.ndim:
-        text = text[1:-1]  # ascontiguousarray has made a scalar a row
-    if tensor.dtype.kind != "f":
-        return text
-    finite = np.isfinite(tensor)
-    if finite.all():
-        return text
-    # orjson has written null for every number that is not finite.
-    names = {repr(value): f'"{name}"'.encode() for name, value in NONFINITE.items()}
-    replacements = [names[repr(value)] for value in tensor[~finite].tolist()]
-    return b"".join(itertools.chain.from_iterable(zip(text.split(b"null"), [*replacements, b""], strict=True)))
 
 
 _NUMBER_BYTES = {("b", 1): 6, ("i", 4): 12, ("i", 8): 21, ("f", 2): 18, ("V", 2): 18, ("f", 4): 18, ("f", 8): 26}

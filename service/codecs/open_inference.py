@@ -18,9 +18,8 @@ import orjson
 
 from service.codecs._bytes import bytes_of, view, view_at, wrong_size
 from service.codecs._inference_head import RequestHead, count_lists, read_head
-from service.codecs._lists import ListReader, is_empty, shape_of
+from service.codecs._lists import ListReader, is_empty, list_text, shape_of
 from service.codecs._parser import LISTS, Text
-from service.codecs.json import list_text
 from service.codecs.parts import Part, SharedInput
 from service.dtypes import BFLOAT16, BOOL, OPEN_INFERENCE, Array, DType
 from service.errors import GradserveError, InvalidTensor, MalformedBody, shown

@@ -21,8 +21,8 @@ import uvloop
 from starlette.types import Message, Scope
 
 from service.api.http.descriptors import close_longest_idle, max_connections
-from service.api.http.exchange import CLOSES, EXCHANGE, Exchange, head_of
-from service.api.http.framing import ChunkedBody, Head, HeadReader, Incoming, SizedBody, body_of, split
+from service.api.http.exchange import CLOSES, EXCHANGE, Exchange, body_of, head_of, split
+from service.api.http.framing import ChunkedBody, Head, HeadReader, Incoming, SizedBody
 from service.api.http.wire import ServerState, Wire, widen
 from service.errors import MalformedBody
 

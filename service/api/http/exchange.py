@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import TypeAlias
 
+import httptools
 from starlette.types import Message
 
-from service.api.http.framing import Head
+from service.api.http.framing import ChunkedBody, Head, SizedBody, unreadable
 from service.api.http.wire import Receiver, Wire, is_slow, plain_socket, receive_now
 
 EXCHANGE = "gradserve.exchange"
@@ -241,3 +242,19 @@ def head_of(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     if not head.count(b"\n") == head.count(b"\r") == len(headers) + 1:
         raise RuntimeError(f"A header of the answer has a line break: {head!r}")
     return head
+
+
+def body_of(head: Head) -> SizedBody | ChunkedBody:
+    """Return the parser of the body behind this head."""
+    if b"transfer-encoding" in head.last:
+        return ChunkedBody()  # the parser refuses other codings than chunked as the last
+    return SizedBody(int(head.last.get(b"content-length", 0)))  # the parser refuses a second length
+
+
+def split(url: bytes) -> tuple[bytes, bytes]:
+    """Return the path and the query of a request's target. Raises `MalformedBody`."""
+    try:
+        parsed = httptools.parse_url(url)
+    except httptools.HttpParserError as error:
+        raise unreadable(error) from None
+    return parsed.path or b"/", parsed.query or b""

@@ -278,22 +278,6 @@ def _invalid(what: str, line: bytes, expected: str) -> MalformedBody:
     return MalformedBody(f"The {what} of the body is {shown(line.decode('latin-1'))}, but must be {expected}")
 
 
-def body_of(head: Head) -> SizedBody | ChunkedBody:
-    """Return the parser of the body behind this head."""
-    if b"transfer-encoding" in head.last:
-        return ChunkedBody()  # the parser refuses other codings than chunked as the last
-    return SizedBody(int(head.last.get(b"content-length", 0)))  # the parser refuses a second length
-
-
-def split(url: bytes) -> tuple[bytes, bytes]:
-    """Return the path and the query of a request's target. Raises `MalformedBody`."""
-    try:
-        parsed = httptools.parse_url(url)
-    except httptools.HttpParserError as error:
-        raise _unreadable(error) from None
-    return parsed.path or b"/", parsed.query or b""
-
-
 def _feed(parser: httptools.HttpRequestParser, piece: bytes | memoryview) -> bool:
     """Parse `piece`; return whether the request offers another protocol."""
     try:
@@ -303,9 +287,10 @@ def _feed(parser: httptools.HttpRequestParser, piece: bytes | memoryview) -> boo
     except httptools.HttpParserError as error:
         if isinstance(error.__context__, HeadTooLarge):
             raise error.__context__ from None
-        raise _unreadable(error) from None
+        raise unreadable(error) from None
     return False
 
 
-def _unreadable(error: httptools.HttpParserError) -> MalformedBody:
+def unreadable(error: httptools.HttpParserError) -> MalformedBody:
+    """Return the error of a head that the parser refuses."""
     return MalformedBody(f"The request is not valid HTTP/1.1: {str(error.__context__ or error)[:200]}")

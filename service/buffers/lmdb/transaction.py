@@ -198,6 +198,11 @@ class LmdbTransaction(Staging):
                 self._txn.delete(COUNT + namespace.encode(), db=self._env.meta)
         self.keys.finish()
 
+    def tidy_up(self, now: float, keys: int, most: int) -> None:
+        """Remove up to `keys` expired keys, and some expired buffers, as `remove_expired` does."""
+        self.forget_keys(keys)
+        self.remove_expired(now, most)
+
     def forget_keys(self, most: int) -> int:
         """Delete up to `most` keys that have expired. Return their number."""
         forgotten, _ = self.keys.forget(self._oldest, most)

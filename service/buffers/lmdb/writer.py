@@ -201,8 +201,7 @@ class Writer:
             if now > self._next_check:
                 self._next_check, others = now + IDLE_SECONDS, MOST_EXPIRED
                 self._env.check_readers()
-            changes.forget_keys(most)
-            changes.remove_expired(now, others)
+            changes.tidy_up(now, most, others)
             changes.finish(now)
             if room < UNLIMITED:
                 changes.check_room(room)
@@ -278,8 +277,7 @@ class Writer:
         """Remove some of what has expired, and close some of what is due. Return whether that was anything."""
         with self._changing() as changes:
             changes.close_due(now, MOST_CLOSED)
-            changes.forget_keys(MOST_FORGOTTEN)
-            changes.remove_expired(now, MOST_EXPIRED)
+            changes.tidy_up(now, MOST_FORGOTTEN, MOST_EXPIRED)
             changes.finish(now)
             failpoints.hit("before commit")
         failpoints.hit("committed")

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.api.http.framing import BLANK_LINE, ChunkedBody, Head, HeadReader, Incoming, body_of
+from service.api.http.exchange import body_of
+from service.api.http.framing import BLANK_LINE, ChunkedBody, Head, HeadReader, Incoming
 from service.errors import MalformedBody
 
 SIZED = b"POST /a?b HTTP/1.1\r\nHost: x\r\nContent-Length: 8\r\n\r\n1\r\n\r\n234"
