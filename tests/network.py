@@ -25,6 +25,8 @@ class Network:
         """Where new connections lead."""
         self._flows = threading.Event()
         self._flows.set()
+        self.to_hold = 0
+        """New connections whose first bytes do not arrive."""
         self._lose: Side | None = None
         self._lost = threading.Event()
         self._open: set[socket.socket] = set()
@@ -75,6 +77,9 @@ class Network:
                     _close(client)
                     continue
                 self._open |= {client, server}
+                if self.to_hold:
+                    self.to_hold -= 1
+                    continue
                 for pair in ((client, server, True), (server, client, False)):
                     threading.Thread(target=self._pump, args=pair, daemon=True).start()
 

@@ -435,6 +435,16 @@ def test_clients_read_nothing_of_the_database_and_the_log_has_it(
         schema.close()
 
 
+def test_a_database_that_answers_others_may_take_long_to_connect(schema: Schema, network: Network) -> None:
+    """A machine without time for a new process of the database is no outage: reads wait for it."""
+    store = schema.open(network.url)
+    create(store, "w")
+    store._database.readers._close_idle()
+    network.to_hold = 1
+    assert store.record("w").name == "w"
+    assert network.to_hold == 0
+
+
 def test_reads_of_a_database_that_is_away_fail_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each takes a thread from all others, for as long as a lost connection takes to be noticed."""
     monkeypatch.setattr(outage, "AWAY_SECONDS", 0.0)

@@ -141,17 +141,28 @@ class Database:
 
     def connect(self, quiet: float = math.inf) -> Connection:
         """Return a connection outside the pools. It waits for `quiet` seconds while none hears from the database."""
-        connection = Connection.connect(
-            self._url,
-            autocommit=True,
-            prepare_threshold=None,
-            connect_timeout=math.ceil(min(CONNECT_SECONDS, quiet)),
-            fallback_application_name=application_of(self.schema) + _server(),
-        )
+        end = time.monotonic() + CONNECT_SECONDS
+        while True:
+            try:
+                connection = Connection.connect(
+                    self._url,
+                    autocommit=True,
+                    prepare_threshold=None,
+                    connect_timeout=math.ceil(min(CONNECT_SECONDS, quiet)),
+                    fallback_application_name=application_of(self.schema) + _server(),
+                )
+                break
+            except psycopg.errors.ConnectionTimeout:
+                if time.monotonic() > end or not self._is_heard():
+                    raise
         connection.pulse, connection.quiet = self._pulse, quiet
         if connection.ask(BACKEND()) == [(connection.info.backend_pid,)]:
             connection.prepared = {}  # else a pooler is between
         return connection
+
+    def _is_heard(self) -> bool:
+        """Return whether a connection has just heard from the database."""
+        return time.monotonic() < self._pulse[0] + AWAY_SECONDS
 
     def beginning(self, *, durable: bool = True, begin: Statement = BEGIN, checks: bool = True) -> list[Execution]:
         """Return what begins a transaction whose statements find the tables. Without `durable` no commit waits.
@@ -206,8 +217,7 @@ class Database:
         try:
             *found, crossed, _, waited = connection.exchange([*executions, fence, COMMIT(), after])
         except SilentError:
-            is_heard = time.monotonic() < self._pulse[0] + AWAY_SECONDS
-            if is_heard and fence is not None and connection.prepared is not None:
+            if self._is_heard() and fence is not None and connection.prepared is not None:
                 self._cancel(backend)
             raise
         if crossed == [(False,)]:
