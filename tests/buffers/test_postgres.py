@@ -29,6 +29,7 @@ from tests.buffers.calls import add, create, do, key, ones, spec, value
 from tests.buffers.postgres import Schema, until, until_changed
 from tests.buffers.stores import MAX_BYTES, PATIENCE
 from tests.kernels.equality import assert_same_bits
+from tests.network import Network
 from tests.postgres import cluster
 
 LARGE = 40_000

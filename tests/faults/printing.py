@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from gradserve_client._http.transport import Transport
 
-LAST = "last"
-"""The file that the workers await before the last step, so that no fault comes too late."""
+GATE = "gate"
+"""The file with the first step that no worker begins yet, so that no fault comes too late."""
 
 Counted: TypeAlias = Callable[[int, int, str], None]
 """Keeps how many adds were acknowledged, how many are in the sums, and through what, for the end of the run."""
 
 
-def await_last(epoch: int, steps: int) -> None:
-    """Wait for the file `LAST` if this is the last step."""
-    while epoch == steps - 1 and not os.path.exists(LAST):
+def await_gate(step: int) -> None:
+    """Wait until a test lets the workers begin this step."""
+    while step >= int(Path(GATE).read_text()):
         time.sleep(0.01)
 
 

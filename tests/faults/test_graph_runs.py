@@ -23,7 +23,7 @@ from service.graphs.graph import Graph
 from service.kernels.accumulate import add, converted
 from service.kernels.optimizers import adamw_optimizer
 from tests.faults.cluster import Pair, replicas, wait
-from tests.faults.graph_trainer import RATE, WEIGHTS, batch
+from tests.faults.graph_trainer import EPSILON, RATE, WEIGHTS, batch
 from tests.faults.killing import ORDER
 from tests.faults.servers import LONG, SAFETENSORS, Client, Server, contents
 from tests.faults.workers import Fault, Workers
@@ -34,6 +34,9 @@ POINTS = ["committed", "made", "computed"]
 """Points at which the server dies. Only after the first has anything happened."""
 
 KILLS_OF_WORKERS, KILLS_OF_SERVERS, KILLS_AT_POINTS = (4, 3, 3) if LONG else (2, 1, 1)
+
+STEPS_TO_KILL = 10 if LONG else 4
+"""Steps in which a server comes three times to a point."""
 
 LINES = 8
 """Lines that a worker writes in a step: about: two for each request."""
@@ -88,7 +91,7 @@ class Model:
                 life, weights, [(rank, step, n) for rank in range(workers) for n in range(batches)]
             )
             arguments: Any = (weights, means, *moments)
-            _, weights, *moments = adamw_optimizer(np.array(RATE), np.array(step + 1), *arguments)
+            _, weights, *moments = adamw_optimizer(np.array(RATE), np.array(step + 1), *arguments, epsilon=EPSILON)
             losses.append(loss)
         return weights, losses
 
@@ -130,6 +133,7 @@ class Run(Workers):
         done = self._order.with_suffix(".done")
         done.unlink(missing_ok=True)
         self._order.write_text(f"{point}:{rank + 1}")
+        self.open(self.gate + STEPS_TO_KILL)
         wait(done.exists, "no server dies")
         wait(lambda: any(one.process.poll() is not None for one in self.servers), "the server does not end")
         for number, one in enumerate(self.servers):
@@ -223,5 +227,5 @@ def test_a_run_outlives_kills(
 ) -> None:
     """One worker with a micro-batch a step has the parameters of a single process to the bit."""
     with store(workers, place) as (servers, faults), Run(Model(kind), batches, servers, place, order) as run:
-        run.suffer(random.Random(workers), [*run.kills(), *faults], LINES)
+        run.suffer(random.Random(workers), [*run.kills(), *faults], LINES, KILLS_AT_POINTS * STEPS_TO_KILL)
         record_property("largest difference", run.check(tolerance))

@@ -11,7 +11,7 @@ import torch
 from gradserve_client import Client
 from gradserve_client.torch import GradientAccumulator
 
-from tests.faults.printing import await_last, print_requests, write
+from tests.faults.printing import await_gate, print_requests, write
 
 WORKERS = 3
 COLUMNS = 256
@@ -90,7 +90,7 @@ def train(url: str, megabytes: int, part_bytes: int, steps: int) -> None:
         load_or_save(f"rank{rank}.pt", training.model, gradients)
         while gradients.epoch < steps:
             write(f"epoch {gradients.epoch}")
-            await_last(gradients.epoch, steps)
+            await_gate(gradients.epoch)
             training.set(training.gradients(gradients.epoch, rank))
             gradients.push(weight=WEIGHTS[rank])
             assert gradients.pull().contributors == {f"rank{one}": 1 for one in range(WORKERS)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tests.examples.running import PRELOADED
-from tests.faults.printing import LAST
+from tests.faults.printing import GATE
 from tests.faults.servers import LONG, Server
 from tests.trainers import Trainer
 from tests.zygote import ROOT
@@ -35,6 +36,7 @@ class Workers:
     ) -> None:
         """Start workers that call `train(url, *given)` of a module."""
         self.place, self.servers, self.steps = place, servers, steps
+        self.open(0)
         path = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
         codes = [f"{path}from {module} import train\ntrain(*{(server.url, *given)!r})\n" for server in servers]
         count = len(servers)
@@ -48,27 +50,35 @@ class Workers:
         self.servers[rank].kill()
         self.servers[rank].launch()
 
-    def suffer(self, chance: random.Random, faults: Sequence[Fault], lines: int) -> None:
+    def open(self, gate: int) -> None:
+        """Let the workers begin the steps before this one."""
+        self.gate = gate
+        (self.place / f"{GATE}.new").write_text(str(gate))
+        os.replace(self.place / f"{GATE}.new", self.place / GATE)
+
+    def suffer(self, chance: random.Random, faults: Sequence[Fault], lines: int, more: int = 1) -> None:
         """Cause the faults in a random order, each in its share of the steps, when a worker has come so far.
 
-        `lines` is about how many a worker writes in a step.
+        `lines` is about how many a worker writes in a step. Faults let the workers make `more` steps in all.
         """
         for number, fault in enumerate(chance.sample(faults, len(faults))):
-            step = int((number + chance.random()) * (self.steps - 2) / len(faults))
+            step = int((number + chance.random()) * (self.steps - 1 - more) / len(faults))
             rank = chance.randrange(len(self._workers))
+            self.open(max(self.gate, step + 1))
             self._reach(rank, step, chance.randrange(lines))
             fault(rank)
 
     def finish(self) -> None:
         """Let the workers make the last step, and wait for their ends."""
+        self.open(self.steps - 1)
         for rank in range(len(self._workers)):
             self._reach(rank, self.steps, 0)
-        (self.place / LAST).touch()
+        self.open(self.steps)
         for worker in self._workers:
             worker.ends()
 
     def _reach(self, rank: int, step: int, lines: int) -> None:
-        """Wait until a worker has written this many lines since it began the step, or waits in the last step."""
+        """Wait until a worker has written this many lines since it began the step, or waits at the gate."""
         worker, seen, end = self._workers[rank], "", time.monotonic() + STILL_SECONDS
         while not self._has_come(printed := worker.printed(), step, lines):
             if printed != seen:
@@ -81,7 +91,7 @@ class Workers:
         """Return whether a worker has written this many lines since it began this step or a later one."""
         written = printed.splitlines()
         begun = [at for at, line in enumerate(written) if line.startswith("epoch ") and int(line[6:]) >= step]
-        return bool(begun and len(written) > begun[0] + lines) or printed.endswith(f"epoch {self.steps - 1}\n")
+        return bool(begun and len(written) > begun[0] + lines) or printed.endswith(f"epoch {self.gate}\n")
 
     def __enter__(self) -> Workers:
         return self
