@@ -14,7 +14,7 @@ from service.buffers.changes import Add, Delete
 from service.buffers.gradients import Rows
 from service.buffers.graph_changes import PutGraph
 from service.buffers.perform import Request, Wide
-from service.buffers.postgres import PostgresStore
+from service.buffers.postgres import PostgresStore, deadlines
 from service.buffers.postgres.exchange import Connection, Execution
 from service.buffers.postgres.writer import Writer
 from service.buffers.restore import Restore
@@ -179,6 +179,7 @@ def test_the_transaction_decides(schema: Schema, monkeypatch: pytest.MonkeyPatch
 def test_a_small_add_makes_two_round_trips_and_a_large_one_looks_once(
     schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(deadlines, "LOOK_SECONDS", 3600.0)  # the writer's looks for deadlines are exchanges, too
     store, usual = schema.open(), Connection.exchange
     create(store, "w", shape=(SIZE,))
     made: Counter[str] = Counter()
