@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +61,15 @@ def assert_problem(answer: httpx.Response, status: int, code: str, *words: str) 
 def delete_buffers(client: httpx.Client) -> None:
     """Delete every buffer of the server."""
     client.delete("/v1/buffers", params={"all": True}).raise_for_status()
+
+
+def open_files(process: int | str = "self") -> list[str]:
+    """Return the paths of the open files of a process, sorted; behind one without a name stands (deleted)."""
+    found = list[str]()
+    for number in os.listdir(f"/proc/{process}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile, as the list's own
+            found.append(os.readlink(f"/proc/{process}/fd/{number}"))
+    return sorted(found)
 
 
 def in_flight(url: object, what: str = "") -> float:

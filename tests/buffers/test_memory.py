@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from service.buffers.changes import Add
 from service.buffers.memory import MemoryStore
 from tests.buffers.calls import create, do, key, ones, value
 from tests.faults.servers import Client, Server
+from tests.serving import open_files
 
 
 @pytest.fixture
@@ -33,18 +33,9 @@ def store(place: Path) -> Iterator[MemoryStore]:
     made.close()
 
 
-def opened(process: int | str = "self") -> list[str]:
-    """Return the paths of the open files of a process; behind one without a name stands (deleted)."""
-    found = list[str]()
-    for number in Path(f"/proc/{process}/fd").iterdir():
-        with suppress(FileNotFoundError):  # that of the list itself
-            found.append(str(number.readlink()))
-    return found
-
-
 def names_in(place: Path) -> set[str]:
     """Return the names that this process's open files in a directory had."""
-    return {Path(file).name for file in opened() if file.startswith(str(place))}
+    return {Path(file).name for file in open_files() if file.startswith(str(place))}
 
 
 def test_its_files_have_no_names(store: MemoryStore, place: Path) -> None:
@@ -80,7 +71,7 @@ def test_a_killed_server_leaves_nothing(tmp_path: Path) -> None:
     with Server(tmp_path / "none", store="memory:") as server:
         with Client(server.url) as client:
             client.create("w", [1 << 16])
-        found = {Path(file).parent for file in opened(server.process.pid) if file.endswith("data.mdb (deleted)")}
+        found = {Path(file).parent for file in open_files(server.process.pid) if file.endswith("data.mdb (deleted)")}
         server.kill()
     (directory,) = found
     assert not directory.exists()

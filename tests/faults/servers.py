@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 from uuid import uuid4
@@ -263,7 +264,11 @@ def moments(chance: random.Random, count: int, shortest: float, longest: float) 
 
 
 def _children_of(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    found = list[int]()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended meanwhile
+            found += [int(child) for child in task.read_text().split()]
+    return found
 
 
 def _command_of(pid: int) -> bytes:

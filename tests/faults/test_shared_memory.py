@@ -13,7 +13,7 @@ import pytest
 
 from service.host.shared_memory import OBJECTS
 from tests.faults.servers import LONG, Server, kill
-from tests.serving import in_flight, wait_until
+from tests.serving import in_flight, open_files, wait_until
 from tests.shared_objects import RELU, SHARED, Object, expected, numbers, register, relu, shared
 
 pytestmark = pytest.mark.skipif(not OBJECTS.is_dir(), reason="needs /dev/shm")
@@ -89,14 +89,11 @@ def test_no_descriptor_and_no_memory_stays_behind(tmp_path: Path) -> None:
                 assert register(http, "r", made.key, 12_000).status_code == 409
                 http.post(f"{SHARED}/region/r/unregister").raise_for_status()
 
-            def open_files() -> list[str]:
-                return sorted(os.readlink(path) for path in Path(f"/proc/{server.process.pid}/fd").iterdir())
-
             round()
-            before = open_files()
+            before = open_files(server.process.pid)
             for _ in range(ROUNDS):
                 round()
-            assert open_files() == before
+            assert open_files(server.process.pid) == before
             assert in_flight(server.url, "_bytes") == 0
             notes = [path for path in tmp_path.glob("gradserve-regions-*/regions/*/*")]
             assert notes == []

@@ -23,7 +23,7 @@ from service.host import unix_socket
 from service.host.unix_socket import MAX_PATH_BYTES
 from tests.commands import called
 from tests.faults.servers import PATIENCE, Server
-from tests.serving import serving, wait_until
+from tests.serving import open_files, serving, wait_until
 
 
 @pytest.fixture
@@ -322,10 +322,10 @@ def test_a_server_without_a_port_listens_on_its_socket_alone(workers: int, place
 
 def listens_on_tcp(pid: int) -> bool:
     """Return whether one of the process's descriptors is a TCP socket that listens."""
-    open_files = {os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir()}
+    files = set(open_files(pid))
     lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     rows = [line.split() for line in lines]
-    return any(row[3] == "0A" and f"socket:[{row[9]}]" in open_files for row in rows)  # 0A: it listens; 9: the inode
+    return any(row[3] == "0A" and f"socket:[{row[9]}]" in files for row in rows)  # 0A: it listens; 9: the inode
 
 
 @pytest.mark.parametrize("workers", [1, 2])
