@@ -23,7 +23,7 @@ def flat(megabytes: int) -> Any:
 
 
 def pushing(server: Client, run: str, megabytes: int, *, weight: float = 1.0, **options: Any) -> Callable[[], object]:
-    """Return a call that pushes the gradients of a model, closing an epoch each time."""
+    """Return a call that pushes the gradients of a model, closing a step each time."""
     model = flat(megabytes)
     gradients = GradientAccumulator(model, server, run=run, quorum=1, **options)
     numbers = [torch.ones_like(parameter) for parameter in model]
@@ -31,8 +31,8 @@ def pushing(server: Client, run: str, megabytes: int, *, weight: float = 1.0, **
     def push() -> None:
         for parameter, gradient in zip(model, numbers, strict=True):
             parameter.grad = gradient
-        epoch = gradients.push(weight=weight).epoch
-        gradients.load_state_dict({"epoch": epoch + 1, "pushes": 0})
+        step = gradients.push(weight=weight).step
+        gradients.load_state_dict({"step": step + 1, "pushes": 0})
 
     return push
 

@@ -183,25 +183,25 @@ def against_copy(setting: Setting, size: int, call: Callable[[], object]) -> tup
 
 
 def shared_buffer(setting: Setting) -> None:
-    """Eight clients add 16 MB to one buffer over all replicas, for an epoch, against the bare COPY of all bytes."""
+    """Eight clients add 16 MB to one buffer over all replicas, for a step, against the bare COPY of all bytes."""
     clients, g = [Client(setting.servers[number % REPLICAS]) for number in range(ADDERS)], numbers(SHARED)
     create(clients[0], "shared", SHARED, ADDERS)
-    body, epochs, reads = file(gradient=g), itertools.count(), []
+    body, steps, reads = file(gradient=g), itertools.count(), []
     with ThreadPoolExecutor(ADDERS) as pool:
 
-        def epoch() -> int:
+        def step() -> int:
             list(pool.map(lambda client: client.add("/v1/buffers/shared/accumulate", body), clients))
-            return next(epochs)
+            return next(steps)
 
-        times = against_copy(setting, ADDERS * g.nbytes, epoch)
+        times = against_copy(setting, ADDERS * g.nbytes, step)
         for _ in range(RATE_TURNS):
-            query = f"?epoch={epoch()}"
+            query = f"?step={step()}"
             start = time.perf_counter()
             value = clients[1].value("shared", query)
             reads.append(time.perf_counter() - start)
             if not np.array_equal(value, ADDERS * g):
-                sys.exit("the sum of an epoch is wrong")
-    setting.rows.add("eight adds of 16 MB to one buffer, an epoch, ms", "COPY of 128 MB", *times, "<=", 1.5)
+                sys.exit("the sum of a step is wrong")
+    setting.rows.add("eight adds of 16 MB to one buffer, a step, ms", "COPY of 128 MB", *times, "<=", 1.5)
     read = statistics.median(reads) * 1e3
     setting.rows.add("its first read after it has closed, ms", "COPY of 128 MB", read, times[1], "<=", None)
 
@@ -244,11 +244,11 @@ def long_polls(setting: Setting) -> None:
     closer, places = Client(setting.servers[0]), {"other": setting.servers[1], "same": setting.servers[0]}
     pollers = {name: Client(server) for name, server in places.items()}
     create(closer, "polled", SMALL, 1)
-    body, epochs, times = file(gradient=numbers(SMALL)), itertools.count(), {name: list[float]() for name in places}
+    body, steps, times = file(gradient=numbers(SMALL)), itertools.count(), {name: list[float]() for name in places}
     with ThreadPoolExecutor(1) as pool:
         for _ in range(POLLS):
             for name, poller in pollers.items():
-                answer = pool.submit(answered, poller, f"?epoch={next(epochs)}&timeout=30")
+                answer = pool.submit(answered, poller, f"?step={next(steps)}&timeout=30")
                 time.sleep(PARKED_SECONDS)
                 start = time.perf_counter()
                 closer.add("/v1/buffers/polled/accumulate", body)
@@ -324,7 +324,7 @@ def answered(poller: Client, query: str) -> float:
 
 
 def create(client: Client, name: str, size: int, quorum: int) -> None:
-    """Create a buffer whose epochs close by themselves."""
+    """Create a buffer whose steps close by themselves."""
     body = json.dumps({"shape": [size], "quorum": quorum}).encode()
     client.ask("PUT", f"/v1/buffers/{name}", body, {"Content-Type": "application/json"})
 

@@ -30,9 +30,9 @@ from gradserve_client._wire.tensors import MEDIA_TYPE, encode
 from benchmarks.servers import gradserve, serving
 from benchmarks.timing import verdict
 from service.buffers.changes import Add, Change, Create, Take
-from service.buffers.epochs import MAX_CONTRIBUTOR_CHARACTERS, MAX_CONTRIBUTORS_BYTES, MAX_KEEP
 from service.buffers.perform import Request
 from service.buffers.record import Spec
+from service.buffers.steps import MAX_CONTRIBUTOR_CHARACTERS, MAX_CONTRIBUTORS_BYTES, MAX_KEEP
 from service.buffers.store import KEY_SECONDS
 from service.buffers.url import open_store
 from service.keys import add
@@ -51,7 +51,7 @@ HEAVY = [f"heavy.{number}" for number in range(300)]
 """Buffers that expect as many contributors as they may, and have them all."""
 
 OLD = [f"old.{number}" for number in range(50)]
-"""Buffers that keep as many epochs as they may."""
+"""Buffers that keep as many steps as they may."""
 
 CROWD = [
     f"{number:0{MAX_CONTRIBUTOR_CHARACTERS}}" for number in range(MAX_CONTRIBUTORS_BYTES // MAX_CONTRIBUTOR_CHARACTERS)

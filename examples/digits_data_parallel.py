@@ -4,7 +4,7 @@ In each step the processes split a batch unevenly. Each process computes the gra
 operators, adds them to the server's buffers, waits for all four, and takes the same step with the mean. In the end the
 losses are compared with those of a single process in plain NumPy.
 
-    python examples/digits_data_parallel.py [--url http://127.0.0.1:8000] [--epochs 10]
+    python examples/digits_data_parallel.py [--url http://127.0.0.1:8000] [--steps 10]
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Digits:
     held_out_images: Array
     held_out_labels: Array
 
-    def batches(self, epoch: int) -> Iterator[Array]:
-        """Yield the rows of each batch. The order differs between epochs and is the same in every process."""
-        order = np.random.default_rng(epoch).permutation(len(self.images))
+    def batches(self, step: int) -> Iterator[Array]:
+        """Yield the rows of each batch. The order differs between steps and is the same in every process."""
+        order = np.random.default_rng(step).permutation(len(self.images))
         return (order[start : start + BATCH] for start in range(0, len(order), BATCH))
 
 
@@ -119,20 +119,20 @@ def bias_gradient(server: Client, gradient: Array, bias: Array) -> Array:
 def all_reduce(server: Client, run: str, gradients: Arrays, rows: int, step: int, worker: str) -> Arrays:
     """Return the mean of the workers' gradients in this step, each weighted by its rows."""
     named = {f"{run}.{name}": gradient for name, gradient in gradients.items()}
-    server.buffers.accumulate(named, weight=rows, epoch=step, contributor=worker)
-    means = server.buffers.value(named, epoch=step, reduce="mean", timeout=60)
+    server.buffers.accumulate(named, weight=rows, step=step, contributor=worker)
+    means = server.buffers.value(named, step=step, reduce="mean", timeout=60)
     return {name: means[f"{run}.{name}"] for name in gradients}
 
 
-def work(worker: int, url: str, run: str, digits: Digits, epochs: int) -> tuple[list[float], Arrays]:
+def work(worker: int, url: str, run: str, digits: Digits, steps: int) -> tuple[list[float], Arrays]:
     """Train as one of the processes; return the loss of every step and the final parameters."""
     params = initial()
     velocity = {name: np.zeros_like(array) for name, array in params.items()}
     losses: list[float] = []
     with Client(url) as server:
-        for epoch in range(epochs):
+        for step in range(steps):
             first = len(losses)
-            for batch in digits.batches(epoch):
+            for batch in digits.batches(step):
                 mine = np.array_split(batch, WORKERS)[worker]
                 gradients = backward(server, params, digits.images[mine], digits.labels[mine])
                 means = all_reduce(server, run, gradients, len(mine), len(losses), f"worker{worker}")
@@ -140,11 +140,11 @@ def work(worker: int, url: str, run: str, digits: Digits, epochs: int) -> tuple[
                 descend(params, velocity, means)
             if worker == 0:
                 loss = np.mean(losses[first:])
-                print(f"epoch {epoch + 1:2}  loss {loss:.4f}  accuracy {accuracy(params, digits):.1%}", flush=True)
+                print(f"step {step + 1:2}  loss {loss:.4f}  accuracy {accuracy(params, digits):.1%}", flush=True)
     return losses, params
 
 
-def train_together(url: str, digits: Digits, epochs: int) -> tuple[list[float], Arrays]:
+def train_together(url: str, digits: Digits, steps: int) -> tuple[list[float], Arrays]:
     """Train in all processes; return losses and parameters, after a check that all parameters have the same bits."""
     run = f"digits-{uuid.uuid4().hex[:8]}"
     with Client(url) as server:
@@ -152,7 +152,7 @@ def train_together(url: str, digits: Digits, epochs: int) -> tuple[list[float], 
             keep = 20 if name == "loss" else 1  # the page draws the losses that are kept
             server.buffers[f"{run}.{name}"].create(array.shape, quorum=WORKERS, keep=keep, ttl_seconds=600)
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as workers:
-        job = partial(work, url=url, run=run, digits=digits, epochs=epochs)
+        job = partial(work, url=url, run=run, digits=digits, steps=steps)
         (losses, params), *others = workers.map(job, range(WORKERS))
     for _, other in others:
         if any(params[name].tobytes() != other[name].tobytes() for name in params):
@@ -163,13 +163,13 @@ def train_together(url: str, digits: Digits, epochs: int) -> tuple[list[float], 
 # ----- without the service -----
 
 
-def train_alone(digits: Digits, epochs: int) -> list[float]:
+def train_alone(digits: Digits, steps: int) -> list[float]:
     """Train in one process with gradients in plain NumPy; return the loss of each step."""
     params = initial()
     velocity = {name: np.zeros_like(array) for name, array in params.items()}
     losses = []
-    for epoch in range(epochs):
-        for batch in digits.batches(epoch):
+    for step in range(steps):
+        for batch in digits.batches(step):
             X, labels = digits.images[batch], digits.labels[batch]
             _, H, Y = forward(params, X)
             losses.append(float(-Y[np.arange(len(X)), labels].mean()))
@@ -183,12 +183,12 @@ def train_alone(digits: Digits, epochs: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a server; by default that at GRADSERVE_URL, or a new one")
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     digits = load()
     with running_server(options.url) as url:
-        losses, params = train_together(url, digits, options.epochs)
-    difference = np.abs(np.subtract(losses, train_alone(digits, options.epochs))).max()
+        losses, params = train_together(url, digits, options.steps)
+    difference = np.abs(np.subtract(losses, train_alone(digits, options.steps))).max()
     print(f"held-out accuracy {accuracy(params, digits):.1%}")
     print(f"largest difference of a loss from that of one process: {difference:.1e}")
     if not difference <= 1e-5:

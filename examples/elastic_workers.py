@@ -1,10 +1,10 @@
-"""Workers come, go and lag behind, and every epoch of their gradients still ends.
+"""Workers come, go and lag behind, and every step of their gradients still ends.
 
-Six processes train one network on handwritten digits. Each adds its gradients to the epoch of a step, and all take the
-same step with the mean. An epoch closes once all six are in, or `--deadline` seconds after the first of them.
+Six processes train one network on handwritten digits. Each adds its gradients to the step of a step, and all take the
+same step with the mean. A step closes once all six are in, or `--deadline` seconds after the first of them.
 
 The first run is undisturbed. In the second run one process joins late, another is slow for a while, and two are killed.
-The others go on with the mean of the gradients that are in. For both runs the example prints who was in each epoch,
+The others go on with the mean of the gradients that are in. For both runs the example prints who was in each step,
 what closed it, and the losses.
 
     python examples/elastic_workers.py [--url http://127.0.0.1:8000] [--steps 60] [--deadline 0.4] [--plot loss.png]
@@ -29,7 +29,7 @@ import torch
 from _digits import Digits, delete_buffers, network, parameter_bytes, processes  # type: ignore[import-not-found]  # beside this file
 from _server import server as running_server  # type: ignore[import-not-found]  # beside this file
 from digits_data_parallel import load  # type: ignore[import-not-found]  # beside this file
-from gradserve_client import Client, StaleEpoch
+from gradserve_client import Client, StaleStep
 from gradserve_client.torch import GradientAccumulator
 
 WORKERS = [f"rank{rank}" for rank in range(6)]
@@ -74,7 +74,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Step:
-    """A step as the first worker saw it: who was in its epoch, what closed it, and the loss after it."""
+    """A step as the first worker saw it: who was in its step, what closed it, and the loss after it."""
 
     members: frozenset[str]
     closed_by: str | None
@@ -123,17 +123,17 @@ def train(
     """Take the steps that are left, and yield each."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     buffer = server.buffers[f"{gradients.prefix}0.weight"]
-    while (step := gradients.epoch) < plan.steps:
+    while (step := gradients.step) < plan.steps:
         began = time.monotonic()
         if name == REPORTER and step and step % SENDING_STEPS == 0:
             gradients.broadcast_parameters(send=True)
-        if step == buffer.info().epoch:  # otherwise its epoch has closed, and this worker catches up
+        if step == buffer.info().step:  # otherwise its step has closed, and this worker catches up
             rows = digits.share(step, BATCH, WORKERS.index(name), len(WORKERS))
             own = digits.loss(model, rows)
             own.backward()
             if plan.disturbed and name == SLOW and step in plan.slow:
                 time.sleep(2 * plan.deadline)
-            with suppress(StaleEpoch):  # too late: the epoch has closed without these gradients
+            with suppress(StaleStep):  # too late: the step has closed without these gradients
                 gradients.push(weight=len(rows), loss=own)
         pulled = gradients.pull()
         optimizer.step()
@@ -207,7 +207,7 @@ class Launcher:
 
 
 def print_members(name: str, steps: Sequence[Step]) -> None:
-    """Print who was in the epoch of each step. Steps that are alike share a line."""
+    """Print who was in the step of each step. Steps that are alike share a line."""
     print(f"\n{name:11}  {' '.join(WORKERS)}  closed by  longest")
     numbered = groupby(enumerate(steps), key=lambda one: (one[1].members, one[1].closed_by))
     for (members, closed_by), group in numbered:
@@ -249,10 +249,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a server; by default that at GRADSERVE_URL, or a new one")
     parser.add_argument("--steps", type=int, default=60, help="from 20 to 1000")
-    parser.add_argument("--deadline", type=float, default=0.4, help="seconds after which an epoch closes")
+    parser.add_argument("--deadline", type=float, default=0.4, help="seconds after which a step closes")
     parser.add_argument("--plot", metavar="FILE", help="an image for the losses, with matplotlib")
     options = parser.parse_args()
-    if not 20 <= options.steps <= 1000:  # the server keeps up to 1000 closed epochs
+    if not 20 <= options.steps <= 1000:  # the server keeps up to 1000 closed steps
         parser.error(f"--steps is {options.steps}, but must be from 20 to 1000")
     run, arrays = f"elastic_workers-{uuid.uuid4().hex[:8]}", load()
     runs: dict[str, list[Step]] = {}

@@ -1,6 +1,6 @@
 """A GRU reads handwritten digits row by row, and learns them with the service's forward and backward passes.
 
-python examples/gru_rows.py [--url http://127.0.0.1:8000] [--epochs 10]
+python examples/gru_rows.py [--url http://127.0.0.1:8000] [--steps 10]
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class Adam:
             self.params[name] -= rate * self.means[name] / (np.sqrt(self.squares[name]) + 1e-8)
 
 
-def train(server: Client, epochs: int) -> None:
+def train(server: Client, steps: int) -> None:
     rows, labels = load()
     held_out, held_out_labels = rows[:, :HELD_OUT], labels[:HELD_OUT]
     rows, labels = rows[:, HELD_OUT:], labels[HELD_OUT:]
     random = np.random.default_rng(0)
     params = initial(random)
     adam = Adam(params, rate=0.01)
-    for epoch in range(epochs):
+    for step in range(steps):
         losses = []
         order = random.permutation(len(labels))
         for start in range(0, len(order), BATCH):
@@ -108,16 +108,16 @@ def train(server: Client, epochs: int) -> None:
             adam.descend(gradients)
             losses.append(loss)
         right = accuracy(server, params, held_out, held_out_labels)
-        print(f"epoch {epoch + 1:2}  loss {np.mean(losses):.4f}  held-out accuracy {right:.1%}", flush=True)
+        print(f"step {step + 1:2}  loss {np.mean(losses):.4f}  held-out accuracy {right:.1%}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a server; by default that at GRADSERVE_URL, or a new one")
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     with running_server(options.url) as url, Client(url) as server:
-        train(server, options.epochs)
+        train(server, options.steps)
 
 
 if __name__ == "__main__":

@@ -76,9 +76,9 @@ def fit_together(url: str, digits: Digits) -> tuple[Array, Array]:
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as workers:
         (coef, intercept), *others = workers.map(partial(work, url=url, run=run, digits=digits), range(WORKERS))
     with Client(url) as server:
-        epochs = server.buffers[f"{run}.coef"].info().epoch
+        steps = server.buffers[f"{run}.coef"].info().step
         server.buffers.delete(prefix=f"{run}.")
-    print(f"{WORKERS} processes made {epochs} sums of their gradients")
+    print(f"{WORKERS} processes made {steps} sums of their gradients")
     if not all(np.array_equal(coef, one) and np.array_equal(intercept, other) for one, other in others):
         sys.exit("The workers ended with different coefficients")
     return coef, intercept

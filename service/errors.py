@@ -101,16 +101,16 @@ class BufferExists(Conflict, code="buffer_exists"):
     """Buffer already exists."""
 
 
-class StaleEpoch(Conflict, code="stale_epoch"):
-    """Epoch does not match the buffer."""
+class StaleStep(Conflict, code="stale_step"):
+    """Step does not match the buffer."""
 
 
 class SourceChanged(Conflict, code="source_changed"):
     """Source buffer has changed meanwhile."""
 
 
-class EpochOpen(Conflict, code="epoch_open"):
-    """Epoch is still open."""
+class StepOpen(Conflict, code="step_open"):
+    """Step is still open."""
 
 
 class TooFewGradients(Conflict, code="too_few_gradients"):
@@ -122,7 +122,7 @@ class NothingToAverage(Conflict, code="nothing_to_average"):
 
 
 class DuplicateContributor(Conflict, code="duplicate_contributor"):
-    """Contributor is in the epoch already."""
+    """Contributor is in the step already."""
 
 
 class TooManyBuffers(GradserveError, status=409, code="too_many_buffers"):
@@ -145,7 +145,7 @@ class TooManyRegions(GradserveError, status=409, code="too_many_regions"):
     """Too many regions in the namespace."""
 
 
-class EpochGone(GradserveError, status=410, code="epoch_gone"):
+class StepGone(GradserveError, status=410, code="step_gone"):
     """Requested data is no longer kept."""
 
 

@@ -96,7 +96,7 @@ def test_examples_answer_as_printed(url: str, name: str, block: Block, output: s
         given: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PATH": path}, "timeout": 100}
         printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, **given).stdout
     elif is_trainer(code):
-        printed = trained(with_length(code, epochs=60, rate=0.05), tmp_path, workers=len(output.splitlines()))
+        printed = trained(with_length(code, steps=60, rate=0.05), tmp_path, workers=len(output.splitlines()))
     else:
         captured = io.StringIO()
         with contextlib.redirect_stdout(captured):

@@ -45,7 +45,7 @@ class Made(NamedTuple):
 
 @pytest.fixture
 def made(postgres_url: str) -> Made:
-    """Return a store: `small` and `large` have three gradients each, and one of a push; `taken` has a closed epoch."""
+    """Return a store: `small` and `large` have three gradients each, and one of a push; `taken` has a closed step."""
     made = Made(postgres_url, f"test_{uuid.uuid4().hex}")
     store = PostgresStore(postgres_url, schema=made.schema)
     for name, size in (("small", 5), ("large", LARGE), ("taken", LARGE)):
@@ -93,7 +93,7 @@ DAMAGE = {
     more_rows("select min(blob), 9, 'abc' from deltas"): [HURT["large"]],
     "update deltas set shape = '[1000000000000]' where blob = (select min(blob) from deltas)": [HURT["large"]],
     "delete from chunks where blob = (select max(blob) from deltas where seq > 1)": [
-        "epoch N of the buffer 'taken' is damaged"
+        "step N of the buffer 'taken' is damaged"
     ],
     "update chunks set data = substr(data, 2) where number = 3 and blob = (select min(blob) from deltas)": [
         HURT["large"]

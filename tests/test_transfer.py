@@ -43,7 +43,7 @@ LARGE = 100_003
 
 def metadata(client: httpx.Client, name: str) -> dict[str, Any]:
     found: dict[str, Any] = client.get(f"/v1/buffers/{name}").json()
-    return {name: value for name, value in found.items() if name not in ("updated_at", "closed_epochs", "closed_at")}
+    return {name: value for name, value in found.items() if name not in ("updated_at", "closed_steps", "closed_at")}
 
 
 def test_an_export_restores_every_buffer_in_another_store(tmp_path: Path) -> None:
@@ -100,13 +100,13 @@ def test_what_is_sent_again_after_an_import_is_new(tmp_path: Path) -> None:
         def refused(answer: httpx.Response) -> tuple[int, str]:
             return answer.status_code, answer.json()["code"]
 
-        assert refused(client.get("/v1/buffers/w/value?epoch=0")) == (410, "epoch_gone")
+        assert refused(client.get("/v1/buffers/w/value?step=0")) == (410, "step_gone")
         assert refused(client.post(path, json=body, headers=key | {"If-Match": tag})) == (412, "precondition_failed")
-        for query, code in (("contributor=x", "duplicate_contributor"), ("epoch=0", "stale_epoch")):
+        for query, code in (("contributor=x", "duplicate_contributor"), ("step=0", "stale_step")):
             assert refused(client.post(f"{path}?{query}", json=body, headers=key)) == (409, code)
-        assert refused(client.post("/v1/buffers/w/take?epoch=0", headers=key)) == (409, "stale_epoch")
+        assert refused(client.post("/v1/buffers/w/take?step=0", headers=key)) == (409, "stale_step")
         again = client.post(path, json=body, headers=key)
-        assert (again.json()["count"], again.json()["epoch"]) == (2, 1)
+        assert (again.json()["count"], again.json()["step"]) == (2, 1)
         assert part(client, 2)["staged"] == [2]
         assert part(client, 1)["buffers"]["x2"]["count"] == 1
 

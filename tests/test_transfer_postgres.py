@@ -26,12 +26,12 @@ def schema(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def seen(url: str, secret: str) -> dict[str, Any]:
-    """Return what a client sees of each buffer, without the time of its last change and its closed epochs."""
+    """Return what a client sees of each buffer, without the time of its last change and its closed steps."""
     with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {secret}"}) as client:
         buffers = client.get("/v1/buffers").json()["buffers"]
         values = {one["name"]: client.get(f"/v1/buffers/{one['name']}/value").json() for one in buffers}
         for one in buffers:
-            del one["updated_at"], one["expires_at"], one["closed_epochs"], one["closed_at"]
+            del one["updated_at"], one["expires_at"], one["closed_steps"], one["closed_at"]
         return {one["name"]: (one, values[one["name"]]["value"]) for one in buffers}
 
 

@@ -16,12 +16,12 @@ SECONDS = 100
 """Seconds that a worker may take: some, but its machine may be busy."""
 
 
-_LENGTH = re.compile(r"^EPOCHS, RATE, PAUSE = .*$", re.MULTILINE)
+_LENGTH = re.compile(r"^STEPS, RATE, PAUSE = .*$", re.MULTILINE)
 
 
-def with_length(code: str, epochs: int, rate: float) -> str:
-    """Return the code with these epochs at this rate, without pauses: readers look at its training for minutes."""
-    return _LENGTH.sub(f"EPOCHS, RATE, PAUSE = {epochs}, {rate}, 0", code)
+def with_length(code: str, steps: int, rate: float) -> str:
+    """Return the code with these steps at this rate, without pauses: readers look at its training for minutes."""
+    return _LENGTH.sub(f"STEPS, RATE, PAUSE = {steps}, {rate}, 0", code)
 
 
 def is_trainer(code: str) -> bool:

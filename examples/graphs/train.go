@@ -13,7 +13,7 @@ import (
 
 type object = map[string]any
 
-const micro = "/graphs/RUN?from=parameters:RUN.p.*&into=gradients:RUN.g.*&outputs=loss&weight=32&epoch=%d"
+const micro = "/graphs/RUN?from=parameters:RUN.p.*&into=gradients:RUN.g.*&outputs=loss&weight=32&step=%d"
 const adam = "/ops/AdamWOptimizer?reduce=mean&timeout=30&from=weights:RUN.p.*&from=gradients:RUN.g.*@%d&from=momentums_1:RUN.m.*&from=momentums_2:RUN.v.*" +
 	"&set=updated_weights:RUN.p.*&set=updated_momentums_1:RUN.m.*&set=updated_momentums_2:RUN.v.*"
 

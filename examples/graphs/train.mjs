@@ -35,7 +35,7 @@ const { version } = await call("GET", `/buffers/${run}.p.${Object.keys(parameter
 for (let step = version - 1; step < steps; step++) {
   const start = (count) => ((step * workers + rank) * 32) % count;
   const batch = rows.map(([name, all]) => [name, all.slice(start(all.length), start(all.length) + 32)]);
-  const micro = `from=parameters:${run}.p.*&into=gradients:${run}.g.*&outputs=loss&weight=32&epoch=${step}`;
+  const micro = `from=parameters:${run}.p.*&into=gradients:${run}.g.*&outputs=loss&weight=32&step=${step}`;
   const body = JSON.stringify(Object.fromEntries(batch));
   const { loss } = await call("POST", `/graphs/${run}?${micro}`, { key: `:${step}:${rank}`, body });
   console.log(step, loss.data);

@@ -203,7 +203,7 @@ class Application(FastAPI):
         return answer_error(path, error, fields)
 
     def stop_waiting(self) -> None:
-        """Answer the requests that wait for an epoch: the server stops."""
+        """Answer the requests that wait for a step: the server stops."""
         if self.services.waiting is not None:
             self.services.waiting.stop()
 

@@ -9,24 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from service.buffers.closing import check_may_add, close, contributed, next_epoch
-from service.buffers.epochs import described
+from service.buffers.closing import check_may_add, close, contributed, next_step
 from service.buffers.gradients import Dense, Gradient, Rows, adds_nothing, check_norm
 from service.buffers.names import BufferName
 from service.buffers.record import Receipt, Record, Spec, unknown_buffer
 from service.buffers.specs import contradiction
+from service.buffers.steps import described
 from service.buffers.transaction import Transaction
 from service.dtypes import Array, DType, compute_dtype
 from service.errors import (
     BufferExists,
-    EpochGone,
     GradserveError,
     InvalidParameter,
     NonfiniteGradient,
     NothingToAverage,
     PreconditionFailed,
     ShapeMismatch,
-    StaleEpoch,
+    StaleStep,
+    StepGone,
     TooFewGradients,
     cut,
     shown,
@@ -104,7 +104,7 @@ class Create(Change):
 class Addition(Change):
     """InPlaceAccumulator and InPlaceAccumulatorV2: add `weight` times a gradient, or replace the sum by it.
 
-    With `epoch`, only while the buffer is in this epoch.
+    With `step`, only while the buffer is in this step.
     """
 
     tensor: str = "gradient"
@@ -112,14 +112,14 @@ class Addition(Change):
     weight: float = 1.0
     do_update: bool = True
     overwrite: bool = False
-    epoch: int | None = None
+    step: int | None = None
     want_value: bool = False
     contributor: str | None = None
 
     def admit(self, record: Record | None) -> None:
         super().admit(record)
         assert record is not None
-        _check_epoch(record, self.epoch)
+        _check_step(record, self.step)
         dtype = compute_dtype(record.spec.dtype)
         total = self.weight if self.overwrite else record.weight + self.weight
         if not (self.weight in (0, 1) or _is_in_range(abs(self.weight), dtype)) or not math.isfinite(total):
@@ -161,7 +161,7 @@ class Addition(Change):
 
     def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
         if self.want_value:
-            with suppress(EpochGone):  # the receipt alone is worth an answer
+            with suppress(StepGone):  # the receipt alone is worth an answer
                 return _load(txn, self.name, record, receipt)
         return None
 
@@ -221,21 +221,21 @@ class Add(Addition):
 
 @dataclass(kw_only=True)
 class Zero(Change):
-    """ZeroGradient: discard the sum, and begin the next epoch."""
+    """ZeroGradient: discard the sum, and begin the next step."""
 
     def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         txn.free(record.value)
-        record = next_epoch(record).changed(updated=now, version=record.version + 1)
+        record = next_step(record).changed(updated=now, version=record.version + 1)
         txn.put(record)
         return record.receipt(updated=True), None
 
 
 @dataclass(kw_only=True)
 class Take(Change):
-    """Close the epoch once it has `min_count` gradients; with `epoch`, only this epoch. Return its value if wanted."""
+    """Close the step once it has `min_count` gradients; with `step`, only this step. Return its value if wanted."""
 
     min_count: int = 0
-    epoch: int | None = None
+    step: int | None = None
     mean: bool = False
     """Whether the client wants the mean, for which the weights must not sum to zero."""
     want_value: bool = True
@@ -243,16 +243,16 @@ class Take(Change):
     def admit(self, record: Record | None) -> None:
         super().admit(record)
         assert record is not None
-        _check_epoch(record, self.epoch)
+        _check_step(record, self.step)
         if record.spec.quorum is not None and self.min_count >= record.spec.quorum:
             raise InvalidParameter(
-                f"min_count is {self.min_count}, but {self.name!r} closes an epoch by itself once it has its quorum of"
-                f" {record.spec.quorum}: wait for the value of that epoch",
+                f"min_count is {self.min_count}, but {self.name!r} closes a step by itself once it has its quorum of"
+                f" {record.spec.quorum}: wait for the value of that step",
                 parameter="min_count",
             )
         if record.count < self.min_count:
             raise TooFewGradients(
-                f"The count of {self.name!r} is {record.count} in epoch {record.epoch}, but min_count is"
+                f"The count of {self.name!r} is {record.count} in step {record.step}, but min_count is"
                 f" {self.min_count}{described(record.missing)}",
                 **record.progress(),
                 min_count=self.min_count,
@@ -278,11 +278,11 @@ class Delete(Change):
         return record.receipt(updated=True), None
 
 
-def _check_epoch(record: Record, epoch: int | None) -> None:
-    if epoch is not None and epoch != record.epoch:
-        late = "has passed" if epoch < record.epoch else "has not begun"
-        problem = f"Epoch {epoch} of {record.name!r} {late}: the buffer is in epoch {record.epoch}"
-        raise StaleEpoch(problem, buffer=record.name, epoch=record.epoch)
+def _check_step(record: Record, step: int | None) -> None:
+    if step is not None and step != record.step:
+        late = "has passed" if step < record.step else "has not begun"
+        problem = f"Step {step} of {record.name!r} {late}: the buffer is in step {record.step}"
+        raise StaleStep(problem, buffer=record.name, step=record.step)
 
 
 def _is_in_range(weight: float, dtype: DType) -> bool:
@@ -290,11 +290,11 @@ def _is_in_range(weight: float, dtype: DType) -> bool:
 
 
 def _load(txn: Transaction, name: str, record: Record | None, receipt: Receipt) -> Array:
-    """Return the value of the epoch that the receipt closed, or the buffer's value if the receipt closed none."""
+    """Return the value of the step that the receipt closed, or the buffer's value if the receipt closed none."""
     if record is None:
-        raise EpochGone(f"The buffer {name!r} of this receipt is gone, and its value with it", buffer=name)
+        raise StepGone(f"The buffer {name!r} of this receipt is gone, and its value with it", buffer=name)
     if receipt["closed"]:
-        return txn.load(record.spec, record.closed_epoch(receipt["epoch"]).value)
+        return txn.load(record.spec, record.closed_step(receipt["step"]).value)
     if record.version != receipt["version"]:
-        raise EpochGone(f"{name!r} has changed since this receipt, and its old value is not kept", buffer=name)
+        raise StepGone(f"{name!r} has changed since this receipt, and its old value is not kept", buffer=name)
     return txn.load(record.spec, record.value)

@@ -1,8 +1,9 @@
-"""The contributors to an epoch, and its end, in terms of a store's `Transaction`."""
+"""The contributors to a step, and its end, in terms of a store's `Transaction`."""
 
 from __future__ import annotations
 
-from service.buffers.epochs import (
+from service.buffers.record import Record
+from service.buffers.steps import (
     MAX_CONTRIBUTORS,
     MAX_CONTRIBUTORS_BYTES,
     MAX_KEPT_CONTRIBUTORS,
@@ -11,13 +12,12 @@ from service.buffers.epochs import (
     ClosedBy,
     names_bytes,
 )
-from service.buffers.record import Record
 from service.buffers.transaction import Transaction
 from service.errors import DuplicateContributor, InvalidParameter, shown
 
 
 def most_contributors(keep: int) -> int:
-    """Return how many contributors an epoch may have, if the buffer keeps this many closed epochs."""
+    """Return how many contributors a step may have, if the buffer keeps this many closed steps."""
     return min(MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS // keep)
 
 
@@ -27,28 +27,28 @@ def most_bytes(keep: int) -> int:
 
 
 def check_may_add(record: Record, name: str) -> None:
-    """Raise `DuplicateContributor`, or `InvalidParameter` if the epoch has as many contributors as it may."""
+    """Raise `DuplicateContributor`, or `InvalidParameter` if the step has as many contributors as it may."""
     adds, others = record.contributors_in.get(name, 0), len(record.contributors_in)
     limit, most = record.spec.per_contributor, most_contributors(record.spec.keep)
     if adds >= limit:
         problem = (
-            f"{shown(name)} has added {adds} gradient{'s' * (adds > 1)} to epoch {record.epoch} of {record.name!r},"
+            f"{shown(name)} has added {adds} gradient{'s' * (adds > 1)} to step {record.step} of {record.name!r},"
             f" which takes {limit} of each contributor (see per_contributor)"
         )
-        raise DuplicateContributor(problem, buffer=record.name, epoch=record.epoch, count=record.count)
+        raise DuplicateContributor(problem, buffer=record.name, step=record.step, count=record.count)
     if not adds and others >= most:
         problem = (
-            f"contributor is {shown(name)}, but epoch {record.epoch} of {record.name!r} has {others} contributors,"
+            f"contributor is {shown(name)}, but step {record.step} of {record.name!r} has {others} contributors,"
             " the limit"
         )
-        raise InvalidParameter(problem, parameter="contributor", buffer=record.name, epoch=record.epoch, limit=most)
+        raise InvalidParameter(problem, parameter="contributor", buffer=record.name, step=record.step, limit=most)
     size, most = names_bytes([*record.contributors_in, name]), most_bytes(record.spec.keep)
     if not adds and size > most:
         problem = (
-            f"contributor is {shown(name)}, but with it the names of the {others + 1} contributors to epoch"
-            f" {record.epoch} of {record.name!r} have {size} bytes; the limit is {most} if keep is {record.spec.keep}"
+            f"contributor is {shown(name)}, but with it the names of the {others + 1} contributors to step"
+            f" {record.step} of {record.name!r} have {size} bytes; the limit is {most} if keep is {record.spec.keep}"
         )
-        raise InvalidParameter(problem, parameter="contributor", buffer=record.name, epoch=record.epoch, limit=most)
+        raise InvalidParameter(problem, parameter="contributor", buffer=record.name, step=record.step, limit=most)
 
 
 def contributed(record: Record, name: str | None, *, alone: bool) -> Record:
@@ -59,25 +59,25 @@ def contributed(record: Record, name: str | None, *, alone: bool) -> Record:
 
 
 def close(txn: Transaction, record: Record, by: ClosedBy) -> tuple[Record, Closed]:
-    """Close the epoch: keep its value as a closed epoch, and begin the next epoch."""
-    closed = Closed(record.epoch, record.version, record.count, record.weight, record.value, by, record.contributors_in)
-    epochs = (*record.closed, closed)
-    for old in epochs[: -record.spec.keep]:
+    """Close the step: keep its value as a closed step, and begin the next step."""
+    closed = Closed(record.step, record.version, record.count, record.weight, record.value, by, record.contributors_in)
+    steps = (*record.closed, closed)
+    for old in steps[: -record.spec.keep]:
         txn.free(old.value)
     expected = record.spec.contributors or ()
     absent = {name: record.last_in(name) for name in expected if name not in record.contributors_in}
-    record = next_epoch(record).changed(closed=epochs[-record.spec.keep :], closed_at=record.updated, absent=absent)
+    record = next_step(record).changed(closed=steps[-record.spec.keep :], closed_at=record.updated, absent=absent)
     txn.put(record)
     return record, closed
 
 
-def next_epoch(record: Record) -> Record:
-    """Return the record at the begin of its next epoch."""
-    return record.changed(epoch=record.epoch + 1, count=0, weight=0.0, value=None, began=None, contributors_in={})
+def next_step(record: Record) -> Record:
+    """Return the record at the begin of its next step."""
+    return record.changed(step=record.step + 1, count=0, weight=0.0, value=None, began=None, contributors_in={})
 
 
 def close_if_due(txn: Transaction, record: Record, now: float) -> Record:
-    """Close the epoch if its deadline is over. Return the record after that.
+    """Close the step if its deadline is over. Return the record after that.
 
     The result depends on the record alone, not on the moment: the deadline counts as a change when it ends.
     """

@@ -108,4 +108,4 @@ def _staged(moment: Moment, push: Record) -> Iterator[str]:
 
 def _values(record: Record) -> list[tuple[str, int | None]]:
     running = "the running value" if record.full_name.graph is None else "the model"
-    return [(running, record.value), *((f"epoch {closed.epoch}", closed.value) for closed in record.closed)]
+    return [(running, record.value), *((f"step {closed.step}", closed.value) for closed in record.closed)]

@@ -12,7 +12,7 @@ from service.buffers.names import BufferName, graphs_of
 from service.buffers.record import Record
 from service.buffers.transaction import Transaction
 from service.dtypes import BOOL, Array
-from service.errors import EpochGone, GraphCorrupt, GraphExists, shown
+from service.errors import GraphCorrupt, GraphExists, StepGone, shown
 
 
 def _get(txn: Transaction, namespace: str, name: str) -> Record | None:
@@ -65,10 +65,10 @@ class PutGraph:
         return StoredGraph.of(record), True
 
     def again(self, txn: Transaction, namespace: str, marks: Sequence[str]) -> tuple[StoredGraph, bool]:
-        """Return what `make` has returned for the same request before. Raises `EpochGone` if the graph is gone."""
+        """Return what `make` has returned for the same request before. Raises `StepGone` if the graph is gone."""
         found, (made, was_new) = _get(txn, namespace, self.name), marks
         if found is None or str(found.id) != made:
-            raise EpochGone(
+            raise StepGone(
                 f"This request was made before, for a graph {self.name!r} that no longer exists. A request for a new"
                 " graph of that name needs a new key",
                 graph=self.name,

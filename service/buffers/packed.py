@@ -17,10 +17,10 @@ from typing import Any, get_args
 import orjson
 import xxhash
 
-from service.buffers.epochs import Closed, ClosedBy
 from service.buffers.names import BufferName
 from service.buffers.record import Key, Known, Record, Spec
 from service.buffers.specs import RULES
+from service.buffers.steps import Closed, ClosedBy
 from service.dtypes import DTYPES
 from service.errors import BufferCorrupt, StoreFailed
 
@@ -30,7 +30,7 @@ FORMAT = 9
 READABLE = ("7", "8", str(FORMAT))
 """The formats that this version reads. A server makes 9 of 7 and 8.
 
-Records of 7 do not say when the last epoch closed: then it is the last change before the upgrade.
+Records of 7 do not say when the last step closed: then it is the last change before the upgrade.
 """
 
 FINGERPRINT_BYTES = 16
@@ -42,17 +42,17 @@ SEAL_BYTES = 8
 DIGEST_BYTES = 16
 """Length of the digest of a key: with 128 bits no two keys are ever expected to share a digest."""
 
-_STATE = ("updated", "closed", "epoch", "version", "count", "weight")
+_STATE = ("updated", "closed", "step", "version", "count", "weight")
 """The members of every receipt behind the name. Only the answer to a new buffer, or to new rules, has others."""
 
 _NUMBERS = struct.Struct("<QddQQQdQdd")
-"""The numbers of a record: id, created, updated, epoch, version, count, weight, value, began and closed_at."""
+"""The numbers of a record: id, created, updated, step, version, count, weight, value, began and closed_at."""
 
 _CLOSED_NUMBERS = struct.Struct("<QQQdQ")
-"""The numbers of a closed epoch: epoch, version, count, weight and value."""
+"""The numbers of a closed step: step, version, count, weight and value."""
 
 _SHAPES = [_STATE, (*_STATE, "closed_by", "contributors")]
-"""The members of receipts that are stored as a number: those of a receipt, and those of a closed epoch."""
+"""The members of receipts that are stored as a number: those of a receipt, and those of a closed step."""
 
 MOST_SPECS = 128
 """Different specifications that are remembered: at their limits, each takes 0.1 MB."""
@@ -69,6 +69,11 @@ def check_format(found: str, store: str, readable: Sequence[str] = READABLE) -> 
             " wrote it. Or carry its buffers over: run `gradserve export FILE` with that version, then"
             " `gradserve import FILE` with this version and an empty store"
         )
+
+
+def present(word: str) -> str:
+    """Return the present name of what versions before 0.4 called an epoch."""
+    return word.replace("epoch", "step")
 
 
 def spec_of(members: Mapping[str, Any]) -> Spec:
@@ -102,7 +107,7 @@ def pack_record(record: Record) -> bytes:
         record.id,
         record.created,
         record.updated,
-        record.epoch,
+        record.step,
         record.version,
         record.count,
         record.weight,
@@ -183,7 +188,7 @@ def _zeroed(value: Any) -> Any:
 
 
 def _pack_closed(spec: Spec, closed: Closed) -> Sequence[Any]:
-    short = (closed.epoch, closed.version, closed.count, closed.weight, closed.value)
+    short = (closed.step, closed.version, closed.count, closed.weight, closed.value)
     if not closed.contributors and closed.closed_by == _usual(spec, closed.count):
         return short
     return (*short, closed.closed_by, closed.contributors)
@@ -200,7 +205,7 @@ def _unpack_closed(spec: Spec, packed: Sequence[Any]) -> Closed:
 
 
 def _usual(spec: Spec, count: int) -> ClosedBy:
-    """Return what has closed an epoch that is stored without a reason."""
+    """Return what has closed a step that is stored without a reason."""
     return "quorum" if spec.quorum is not None and count >= spec.quorum else "take"
 
 
@@ -240,7 +245,8 @@ def unpack_known(packed: bytes | memoryview, names: Sequence[str]) -> Known:
         members = orjson.loads(text if text[:1] == b"[" else zlib.decompress(text))
         columns, order, steps, sources, own, answer = members if len(members) == 6 else [*members, ""]
         groups = [
-            (_SHAPES[shape] if isinstance(shape, int) else shape, zip(*each, strict=True)) for shape, each in columns
+            (_SHAPES[shape] if isinstance(shape, int) else [*map(present, shape)], zip(*each, strict=True))
+            for shape, each in columns
         ]
         receipts = [dict(zip(groups[place][0], next(groups[place][1]), strict=True)) for place in order]
         names = names if own is None else own

@@ -165,7 +165,7 @@ def _complete(txn: Transaction, part: Part, push: Push, now: float) -> Outcome:
         for _, buffer, staged in push.gradients:
             name = BufferName(part.caller, buffer)
             add = AddStaged(
-                name=buffer, weight=push.weight, epoch=push.epoch, contributor=push.contributor, staged=staged
+                name=buffer, weight=push.weight, step=push.step, contributor=push.contributor, staged=staged
             )
             record = alive(txn, name, now)
             try:
@@ -190,7 +190,7 @@ def _complete(txn: Transaction, part: Part, push: Push, now: float) -> Outcome:
 
 
 def _complete_before(txn: Transaction, part: Part, known: Known, now: float) -> Outcome:
-    """Return the receipts of a push that is complete. Raises `KeyReused` and `EpochGone`."""
+    """Return the receipts of a push that is complete. Raises `KeyReused` and `StepGone`."""
     part.check_same(known.sources)
     for buffer in known.receipts:
         record = alive(txn, BufferName(part.caller, buffer), now)

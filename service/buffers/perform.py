@@ -19,10 +19,10 @@ from service.dtypes import Array
 from service.errors import (
     BufferCorrupt,
     BufferExists,
-    EpochGone,
     GradserveError,
     Invalid,
     KeyReused,
+    StepGone,
     TooManyTensors,
     shown,
 )
@@ -46,7 +46,7 @@ def check_records(nbytes: int) -> None:
     if nbytes > MAX_CHANGED_BYTES:
         raise TooManyTensors(
             f"The buffers of the request have records of {nbytes} bytes or more, with their contributors and closed"
-            f" epochs; a request may change {MAX_CHANGED_BYTES}: send it in parts, for fewer buffers each",
+            f" steps; a request may change {MAX_CHANGED_BYTES}: send it in parts, for fewer buffers each",
             limit=MAX_CHANGED_BYTES,
         )
 
@@ -110,7 +110,7 @@ def resolved(txn: Transaction, request: Request, namespace: str) -> Request:
 def perform(txn: Transaction, request: Request, namespace: str, now: float) -> Outcome:
     """Make the changes of a `resolved` request in the namespace, or return the original outcome of its key.
 
-    Raises what `Change.admit` raises, `TooManyTensors`, `KeyReused`, `KeysFull`, and `EpochGone` if a value of the
+    Raises what `Change.admit` raises, `TooManyTensors`, `KeyReused`, `KeysFull`, and `StepGone` if a value of the
     original outcome is gone. A `BufferExists` names all buffers that exist but should not. After `NonfiniteGradient`,
     `BufferCorrupt`, `TooManyBuffers` and `StoreFull` the store must undo changes.
     """
@@ -129,7 +129,7 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
                 record = None
             try:
                 value = change.again(txn, record, known.receipts[change.name])
-            except EpochGone as error:
+            except StepGone as error:
                 raise counted_once(error.detail, known.receipts) from None
             if value is not None:
                 outcome.values[change.name] = value
@@ -214,10 +214,10 @@ def check_same(key: Key, known: Known) -> None:
 
 
 def check_same_buffer(record: Record, known: Known) -> None:
-    """Raise `EpochGone` unless the request with the known key has changed this buffer, not one deleted since."""
+    """Raise `StepGone` unless the request with the known key has changed this buffer, not one deleted since."""
     if record.id != known.ids[record.name]:
         deed = "counted once" if known.receipts[record.name]["updated"] else "made"
-        raise EpochGone(
+        raise StepGone(
             f"This request was {deed} before, in a buffer {record.name!r} that no longer exists. A request for"
             " the new buffer of that name needs a new key",
             buffer=record.name,
@@ -225,14 +225,14 @@ def check_same_buffer(record: Record, known: Known) -> None:
         )
 
 
-def counted_once(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:
+def counted_once(why: str, receipts: Mapping[str, Receipt]) -> StepGone:
     """Return the error of a repeated request that cannot have the rest of its original answer, only the receipts."""
     problem = f"This request was made before and counted once, but the rest of its answer is no longer kept: {why}"
-    return EpochGone(problem, receipts={name: dict(receipt) for name, receipt in receipts.items()})
+    return StepGone(problem, receipts={name: dict(receipt) for name, receipt in receipts.items()})
 
 
 def alive(txn: Transaction, name: BufferName, now: float) -> Record | None:
-    """Return the buffer; None if there is none. Remove a buffer that has expired, and close an epoch that is due."""
+    """Return the buffer; None if there is none. Remove a buffer that has expired, and close a step that is due."""
     record = txn.get(name)
     if record is None:
         return None

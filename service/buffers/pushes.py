@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import orjson
 
 from service.buffers.names import BufferName, pushes_of
+from service.buffers.packed import present
 from service.buffers.record import Key, Record, Spec
 from service.dtypes import BOOL
 from service.errors import BufferCorrupt, GradserveError, InvalidParameter, KeyReused, TooManyTensors, shown, tree
@@ -45,7 +46,7 @@ class Part(NamedTuple):
     seconds: float
     """How long after its first part the push is forgotten unless it is complete."""
     weight: float = 1.0
-    epoch: int | None = None
+    step: int | None = None
     contributor: str | None = None
     most: int = 1 << 14
     """How many gradients the push may have: it changes all their buffers at once."""
@@ -105,7 +106,7 @@ class Push:
 
     parts: int
     weight: float
-    epoch: int | None
+    step: int | None
     contributor: str | None
     began: float
     seconds: float
@@ -115,20 +116,20 @@ class Push:
     @classmethod
     def begun(cls, part: Part, now: float) -> Push:
         """Return the push that begins with this part."""
-        return cls(part.parts, part.weight, part.epoch, part.contributor, now, part.seconds)
+        return cls(part.parts, part.weight, part.step, part.contributor, now, part.seconds)
 
     @classmethod
     def of(cls, record: Record) -> Push:
         """Return the push that a buffer is."""
-        parts, weight, epoch, contributor = record.about["push"]
+        parts, weight, step, contributor = record.about["push"]
         staged = {number: StagedPart(*part) for number, *part in record.about["staged"]}
         seconds, refusal = record.spec.ttl_seconds or 0.0, record.about["refusal"]
-        return cls(parts, weight, epoch, contributor, record.created, seconds, staged, refusal)
+        return cls(parts, weight, step, contributor, record.created, seconds, staged, refusal)
 
     def record(self, name: BufferName) -> Record:
         """Return the buffer that is this push. Its shape says how many bytes are staged."""
         spec = Spec((self.nbytes,), BOOL, ttl_seconds=self.seconds)
-        common = (self.parts, self.weight, self.epoch, self.contributor)
+        common = (self.parts, self.weight, self.step, self.contributor)
         staged = [(number, *part) for number, part in self.staged.items()]
         about = {"push": common, "staged": staged, "refusal": self.refusal}
         return Record(name, spec, 0, self.began, self.began, about=about)
@@ -140,7 +141,7 @@ class Push:
 
     def check_same(self, part: Part) -> None:
         """Raise `InvalidParameter` if the part says something else about the push than the first part did."""
-        for name in ("parts", "weight", "epoch", "contributor"):
+        for name in ("parts", "weight", "step", "contributor"):
             first, now = getattr(self, name), getattr(part, name)
             if first != now:
                 problem = f"{name} is {shown(now)} in part {part.number}, but {shown(first)} in the push's first part"
@@ -188,7 +189,7 @@ class Push:
             "bytes": self.nbytes,
             "buffers": [buffer for _, buffer, _ in self.gradients],
             "weight": self.weight,
-            "epoch": self.epoch,
+            "step": self.step,
             "contributor": self.contributor,
             "began_at": self.began,
             "expires_at": self.until,
@@ -197,23 +198,26 @@ class Push:
 
 
 _OLDER_NUMBERS = struct.Struct("<QQddd")
-"""The numbers of a push: parts, epoch, weight, and the times of its beginning and its end."""
+"""The numbers of a push: parts, step, weight, and the times of its beginning and its end."""
 
 
 def unpack_older(push: BufferName, packed: bytes | memoryview) -> Record:
     """Return the push as formats before 9 have stored it, apart. Raises `BufferCorrupt` for what none has packed."""
     try:
-        count, weight, epoch, contributor, began, until, parts, refusal = orjson.loads(packed)
-        _OLDER_NUMBERS.pack(count, epoch or 0, weight, began, until)
+        count, weight, step, contributor, began, until, parts, refusal = orjson.loads(packed)
+        _OLDER_NUMBERS.pack(count, step or 0, weight, began, until)
         if not isinstance(contributor, str | None) or (refusal and [*map(type, refusal)] != [str, str, dict]):
             raise ValueError
+        if refusal:
+            code, detail, context = refusal
+            refusal = [present(code), detail, {present(name): value for name, value in context.items()}]
         staged = {
             _whole(number): StagedPart(
                 mark, {buffer: _older_staged(*each) for buffer, each in gradients.items()}, norms
             )
             for number, mark, gradients, norms in parts
         }
-        return Push(count, weight, epoch, contributor, began, until - began, staged, refusal).record(push)
+        return Push(count, weight, step, contributor, began, until - began, staged, refusal).record(push)
     except (AttributeError, LookupError, TypeError, ValueError, struct.error):
         raise damaged(push) from None
 

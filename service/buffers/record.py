@@ -1,4 +1,4 @@
-"""The data of a buffer: its rules, its state and its closed epochs. And the data of an idempotency key."""
+"""The data of a buffer: its rules, its state and its closed steps. And the data of an idempotency key."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from service.buffers.epochs import Closed, ClosedBy, described
 from service.buffers.names import BufferName
 from service.buffers.specs import Spec as Spec
+from service.buffers.steps import Closed, ClosedBy, described
 from service.dtypes import Array
-from service.errors import EpochGone, EpochOpen, GradserveError, SourceChanged, UnknownBuffer, shown
+from service.errors import GradserveError, SourceChanged, StepGone, StepOpen, UnknownBuffer, shown
 
 Receipt: TypeAlias = dict[str, Any]
-"""The result of a change: name, updated, closed, epoch, version, count and weight; of a new buffer its metadata.
+"""The result of a change: name, updated, closed, step, version, count and weight; of a new buffer its metadata.
 
-The receipt of a closed epoch also has closed_by and contributors."""
+The receipt of a closed step also has closed_by and contributors."""
 
 
 WEIGHT_ROUNDING = 1e-9
@@ -28,9 +28,9 @@ WEIGHT_ROUNDING = 1e-9
 class Record:
     """A buffer without its numbers. The store keeps them under the id `value`; None means zeros, which are not stored.
 
-    `id` tells the buffer from earlier buffers of the same name. `began` is the time of the running epoch's first add,
+    `id` tells the buffer from earlier buffers of the same name. `began` is the time of the running step's first add,
     None without a deadline. `contributors_in` counts the gradients of each contributor in it. `closed_at` is when the
-    last epoch closed. `absent` has those of the spec's contributors who were not in that epoch: when the last epoch
+    last step closed. `absent` has those of the spec's contributors who were not in that step: when the last step
     that had them closed, or the creation. `about` is what the service keeps with a buffer that no client names.
     """
 
@@ -39,7 +39,7 @@ class Record:
     id: int
     created: float
     updated: float
-    epoch: int = 0
+    step: int = 0
     version: int = 0
     count: int = 0
     weight: float = 0.0
@@ -67,7 +67,7 @@ class Record:
     @property
     def etag(self) -> str:
         """The short tag of the buffer's state, in quotation marks."""
-        return f'"{self.epoch}-{self.version}"'
+        return f'"{self.step}-{self.version}"'
 
     def tag_of(self, state: Record | Closed) -> str:
         """Return the tag of the state of this buffer, and of no other buffer of the same name.
@@ -84,7 +84,7 @@ class Record:
     @property
     def state(self) -> str:
         """A text that differs for every value of every buffer."""
-        return f"{self.id}-{self.epoch}-{self.version}"
+        return f"{self.id}-{self.step}-{self.version}"
 
     def check_state(self, state: str) -> None:
         """Raise `SourceChanged` unless this is the buffer's state."""
@@ -94,17 +94,17 @@ class Record:
 
     @property
     def deadline_at(self) -> float | None:
-        """When the deadline of the running epoch ends, in seconds since 1970."""
+        """When the deadline of the running step ends, in seconds since 1970."""
         seconds = self.spec.deadline_seconds
         return None if seconds is None or self.began is None else self.began + seconds
 
     @property
     def due(self) -> float | None:
-        """When the running epoch closes by itself unless it changes."""
+        """When the running step closes by itself unless it changes."""
         return None if self.began is None or self.count < self.spec.min_count else self.deadline_at
 
     def fulfilled(self, now: float) -> ClosedBy | None:
-        """Return what closes the running epoch now, if anything does."""
+        """Return what closes the running step now, if anything does."""
         spec = self.spec
         if spec.quorum is not None and self.count >= spec.quorum:
             return "quorum"
@@ -114,10 +114,10 @@ class Record:
 
     @property
     def missing(self) -> list[str] | None:
-        """The contributors that the running epoch lacks; None if nobody knows them.
+        """The contributors that the running step lacks; None if nobody knows them.
 
-        They are the spec's contributors. Without those they are the contributors of the last closed epoch, as long as
-        everybody who is in now was in that epoch, too.
+        They are the spec's contributors. Without those they are the contributors of the last closed step, as long as
+        everybody who is in now was in that step, too.
         """
         inside, last = self.contributors_in, self._last_contributors
         are_known = last and inside.keys() <= last.keys() and sum(inside.values()) == self.count
@@ -129,16 +129,16 @@ class Record:
         return self.closed[-1].contributors if self.closed else {}
 
     def last_in(self, name: str) -> float:
-        """Return when the last epoch that had this contributor closed; without one, when the buffer was created."""
+        """Return when the last step that had this contributor closed; without one, when the buffer was created."""
         if name in self._last_contributors and self.closed_at is not None:
             return self.closed_at
         return self.absent.get(name, self.created)
 
     def progress(self) -> dict[str, Any]:
-        """Return what an error says of an epoch that is not complete."""
+        """Return what an error says of a step that is not complete."""
         wanted = {"quorum": self.spec.quorum, "missing": self.missing}
         known = {name: value for name, value in wanted.items() if value is not None}
-        return {"buffer": self.name, "epoch": self.epoch, "count": self.count, **known}
+        return {"buffer": self.name, "step": self.step, "count": self.count, **known}
 
     @property
     def expires(self) -> float | None:
@@ -151,8 +151,8 @@ class Record:
 
     @property
     def values(self) -> list[int]:
-        """The ids of the buffer's values, including those of its closed epochs, or of what a push has staged."""
-        found = [value for value in (self.value, *(epoch.value for epoch in self.closed)) if value is not None]
+        """The ids of the buffer's values, including those of its closed steps, or of what a push has staged."""
+        found = [value for value in (self.value, *(step.value for step in self.closed)) if value is not None]
         for _, _, gradients, _ in self.about.get("staged", ()):
             found += itertools.chain(*[place[0] for _, place, _ in gradients.values() if place is not None])
         return found
@@ -160,25 +160,25 @@ class Record:
     def lives(self, now: float) -> bool:
         return self.spec.ttl_seconds is None or now < (self.expires or math.inf)
 
-    def closed_epoch(self, epoch: int) -> Closed:
-        """Return the closed epoch. Raises `EpochOpen` if it has not closed, and `EpochGone` if it is no longer kept."""
-        if epoch >= self.epoch:
+    def closed_step(self, step: int) -> Closed:
+        """Return the closed step. Raises `StepOpen` if it has not closed, and `StepGone` if it is no longer kept."""
+        if step >= self.step:
             spec = self.spec
-            raise EpochOpen(
-                f"Epoch {epoch} of {self.name!r} has not closed: the buffer is in epoch {self.epoch},"
+            raise StepOpen(
+                f"Step {step} of {self.name!r} has not closed: the buffer is in step {self.step},"
                 f" whose count is {self.count}{'' if spec.quorum is None else f' of {spec.quorum}'}"
                 f"{'' if spec.quorum_weight is None else f', and its weight {self.weight} of {spec.quorum_weight}'}"
                 f"{described(self.missing)}",
                 **self.progress(),
             )
         for closed in self.closed:
-            if closed.epoch == epoch:
+            if closed.step == step:
                 return closed
-        raise EpochGone(
-            f"Epoch {epoch} of {self.name!r} is no longer kept: it was zeroed, or is older than the last"
-            f" {self.spec.keep} closed epochs (see keep)",
+        raise StepGone(
+            f"Step {step} of {self.name!r} is no longer kept: it was zeroed, or is older than the last"
+            f" {self.spec.keep} closed steps (see keep)",
             buffer=self.name,
-            epoch=self.epoch,
+            step=self.step,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -186,12 +186,12 @@ class Record:
         return {
             "name": self.name,
             **self.spec.as_json(),
-            "epoch": self.epoch,
+            "step": self.step,
             "version": self.version,
             "count": self.count,
             "weight": self.weight,
             "bytes": self.spec.nbytes,
-            "closed_epochs": [closed.epoch for closed in self.closed],
+            "closed_steps": [closed.step for closed in self.closed],
             "created_at": self.created,
             "updated_at": self.updated,
             "expires_at": self.expires,
@@ -203,13 +203,13 @@ class Record:
         }
 
     def receipt(self, *, updated: bool, of: Closed | None = None) -> Receipt:
-        """Return the receipt of a change; with `of`, of the epoch that the change closed."""
+        """Return the receipt of a change; with `of`, of the step that the change closed."""
         state = self if of is None else of
         receipt = {
             "name": self.name,
             "updated": updated,
             "closed": of is not None,
-            "epoch": state.epoch,
+            "step": state.step,
             "version": state.version,
             "count": state.count,
             "weight": state.weight,
@@ -273,7 +273,7 @@ def name_buffer(error: GradserveError, name: str, *, one_of_many: bool) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A buffer with its value, now or when its epoch `of` closed. Nothing else refers to the value."""
+    """A buffer with its value, now or when its step `of` closed. Nothing else refers to the value."""
 
     record: Record
     value: Array
@@ -286,9 +286,9 @@ class Snapshot:
 
     @property
     def state(self) -> str:
-        """The `Record.state` of the value: a closed epoch keeps its own."""
+        """The `Record.state` of the value: a closed step keeps its own."""
         at = self.of or self.record
-        return f"{self.record.id}-{at.epoch}-{at.version}"
+        return f"{self.record.id}-{at.step}-{at.version}"
 
     def receipt(self) -> Receipt:
         return self.record.receipt(updated=False, of=self.of)

@@ -15,7 +15,7 @@ from service.errors import BufferExists
 
 @dataclass(kw_only=True)
 class Restore(Change):
-    """Create the buffer with the state and the value that it had in another store, without closed epochs."""
+    """Create the buffer with the state and the value that it had in another store, without closed steps."""
 
     record: Record
     value: Array

@@ -1,4 +1,4 @@
-"""Changes of a buffer's rules, and the closing of epochs whose deadlines are over."""
+"""Changes of a buffer's rules, and the closing of steps whose deadlines are over."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from service.buffers.changes import Change
 from service.buffers.closing import close, most_bytes, most_contributors
-from service.buffers.epochs import check_contributor, names_bytes
 from service.buffers.names import BufferName
 from service.buffers.packed import MOST_SPECS, spec_of
 from service.buffers.record import Receipt, Record, Spec
 from service.buffers.specs import contradiction
+from service.buffers.steps import check_contributor, names_bytes
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
 from service.errors import InvalidParameter, shown
@@ -39,10 +39,10 @@ def check_expected(contributors: Sequence[str] | None) -> None:
 
 
 def check_rules(spec: Spec) -> None:
-    """Raise `InvalidParameter` if the buffer expects more contributors than its epochs may have."""
+    """Raise `InvalidParameter` if the buffer expects more contributors than its steps may have."""
     expected, most = len(spec.contributors or ()), most_contributors(spec.keep)
     if expected > most:
-        problem = f"contributors has {expected} names, but an epoch takes {most} contributors if keep is {spec.keep}"
+        problem = f"contributors has {expected} names, but a step takes {most} contributors if keep is {spec.keep}"
         raise InvalidParameter(problem, parameter="contributors", limit=most)
 
 
@@ -65,9 +65,9 @@ def _replaced(spec: Spec, rules: tuple[tuple[str, Any], ...]) -> Spec:
 
 @dataclass(kw_only=True)
 class SetRules(Change):
-    """Replace some rules of the buffer. A rule that the running epoch fulfils already closes it.
+    """Replace some rules of the buffer. A rule that the running step fulfils already closes it.
 
-    A deadline counts from the first add of the running epoch; if the buffer had none, from this change. Rules that
+    A deadline counts from the first add of the running step; if the buffer had none, from this change. Rules that
     contradict each other are refused, unless those of the buffer do already, which an older version has allowed.
     """
 
@@ -103,7 +103,7 @@ class SetRules(Change):
 
 @dataclass(kw_only=True)
 class CloseIfDue(Change):
-    """Close the epoch if its deadline is over, as every change of the buffer does before it is made."""
+    """Close the step if its deadline is over, as every change of the buffer does before it is made."""
 
     def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         return record.receipt(updated=False), None

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get
 
 import orjson
 
-from service.buffers.epochs import MAX_CONTRIBUTORS, MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS
+from service.buffers.steps import MAX_CONTRIBUTORS, MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS
 from service.dtypes import NAMES, DType
 from service.errors import InvalidParameter
 from service.host.documents import is_number
@@ -65,39 +65,39 @@ class Spec:
     """The specification of a buffer: the shape and the dtype of its sum, and its rules.
 
     `nonfinite="reject"` refuses an add that would make the sum infinite or NaN. The add that makes the count reach the
-    `quorum`, or the weight the `quorum_weight`, closes the epoch. So does its deadline, `deadline_seconds` after its
-    first add, once `min_count` gradients are in. The last `keep` closed epochs stay readable. The buffer expires
-    `ttl_seconds` after its last change. `contributors` are expected in each epoch, which takes `per_contributor`
+    `quorum`, or the weight the `quorum_weight`, closes the step. So does its deadline, `deadline_seconds` after its
+    first add, once `min_count` gradients are in. The last `keep` closed steps stay readable. The buffer expires
+    `ttl_seconds` after its last change. `contributors` are expected in each step, which takes `per_contributor`
     gradients of each contributor. An add is refused unless the 2-norm of its gradient is at most `max_norm`.
     """
 
     shape: tuple[int, ...]
     dtype: DType
     nonfinite: Annotated[Nonfinite, _choice("Whether the value may become infinite or NaN.", Nonfinite)] = "allow"
-    quorum: Annotated[int | None, _whole("Gradients after which an epoch closes by itself.", MAX_QUORUM)] = None
-    keep: Annotated[int, _whole("Closed epochs that stay readable.", MAX_KEEP)] = 1
+    quorum: Annotated[int | None, _whole("Gradients after which a step closes by itself.", MAX_QUORUM)] = None
+    keep: Annotated[int, _whole("Closed steps that stay readable.", MAX_KEEP)] = 1
     ttl_seconds: Annotated[
         float | None, _positive("Seconds from its last change until it is deleted.", MAX_TTL_SECONDS)
     ] = None
     deadline_seconds: Annotated[
         float | None,
         _positive(
-            "Seconds from its first gradient until an epoch closes by itself, if min_count gradients are in;"
+            "Seconds from its first gradient until a step closes by itself, if min_count gradients are in;"
             " if not, the gradient that brings them closes it.",
             MAX_TTL_SECONDS,
         ),
     ] = None
-    min_count: Annotated[int, _whole("Gradients without which the deadline closes no epoch.", MAX_QUORUM)] = 1
+    min_count: Annotated[int, _whole("Gradients without which the deadline closes no step.", MAX_QUORUM)] = 1
     quorum_weight: Annotated[
-        float | None, _positive("Sum of the weights with which an epoch closes by itself, up to rounding.")
+        float | None, _positive("Sum of the weights with which a step closes by itself, up to rounding.")
     ] = None
     contributors: Annotated[
         tuple[str, ...] | None,
         _names(
-            "Contributors that each epoch expects: while it is open, the server says who is missing.", MAX_CONTRIBUTORS
+            "Contributors that each step expects: while it is open, the server says who is missing.", MAX_CONTRIBUTORS
         ),
     ] = None
-    per_contributor: Annotated[int, _whole("Gradients that an epoch takes of each contributor.", MAX_QUORUM)] = 1
+    per_contributor: Annotated[int, _whole("Gradients that a step takes of each contributor.", MAX_QUORUM)] = 1
     max_norm: Annotated[float | None, _positive("The largest 2-norm of a gradient that is added.")] = None
 
     @cached_property
@@ -124,7 +124,7 @@ class Spec:
 
     @property
     def closes_itself(self) -> bool:
-        """Whether epochs close without a take: then every client may read them."""
+        """Whether steps close without a take: then every client may read them."""
         return (self.quorum, self.quorum_weight, self.deadline_seconds) != (None, None, None)
 
 
@@ -135,12 +135,12 @@ def contradiction(spec: Spec) -> InvalidParameter | None:
         problem = f"min_count is {least}, but only a deadline asks for it: set deadline_seconds, or min_count 1"
         return InvalidParameter(problem, parameter="min_count")
     if quorum is not None and least > quorum:
-        problem = f"min_count is {least}, but the quorum of {quorum} closes an epoch before: set {quorum} or less"
+        problem = f"min_count is {least}, but the quorum of {quorum} closes a step before: set {quorum} or less"
         return InvalidParameter(problem, parameter="min_count")
     for rule, count in (("quorum", quorum or 0), ("min_count", least)):
         if names is not None and count > (adds := len(names) * spec.per_contributor):
             problem = (
-                f"{rule} is {count}, but the expected contributors add {adds} gradients to an epoch at most:"
+                f"{rule} is {count}, but the expected contributors add {adds} gradients to a step at most:"
                 f" {len(names)} of them, {spec.per_contributor} each (per_contributor)"
             )
             return InvalidParameter(problem, parameter=rule)

@@ -1,8 +1,8 @@
 """The protocol of a store of named accumulation buffers.
 
 A buffer is a sum. An add does `value += weight * gradient`, `weight_total += weight`, `count += 1` and `version += 1`.
-Epochs divide the life of a buffer. `zero` discards the sum and begins the next epoch. `take`, or the add that completes
-the quorum, closes the epoch, and then every client can read its value.
+Steps divide the life of a buffer. `zero` discards the sum and begins the next step. `take`, or the add that completes
+the quorum, closes the step, and then every client can read its value.
 
 A request changes one or many buffers, all or none, and stores its idempotency key in the same transaction
 (`perform.py`). The changes are in `changes.py`, written for a `Transaction`, which every store implements.
@@ -22,12 +22,12 @@ from typing import Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from service.buffers.epochs import Closed
 from service.buffers.graphs import StoredGraph, damaged, digest_of, named_graph, unknown
 from service.buffers.names import BufferName, graphs_of, pushes_of
 from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import DRAFT, Push
 from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown_buffer
+from service.buffers.steps import Closed
 from service.dtypes import Array, DType
 from service.errors import BufferCorrupt, GradserveError
 
@@ -88,7 +88,7 @@ class Store(Protocol):
     may what takes many names. `record`, `durable`, `look`, `names`, `record_bytes`, `recall`, `graph`, `now` and
     `generation` block only in a store that `blocks`: then the event loop must not call them.
 
-    The store closes an epoch soon after its deadline, and before the next change of its buffer. Until then a read may
+    The store closes a step soon after its deadline, and before the next change of its buffer. Until then a read may
     still see it open, with `Record.due` in the past.
     """
 
@@ -112,14 +112,14 @@ class Store(Protocol):
     def record(self, name: str) -> Record:
         """Return the buffer. Raises `UnknownBuffer`."""
 
-    def durable(self, names: Sequence[str], epoch: int | None = None) -> list[Record]:
-        """Return the buffers, with the closed `epoch` if it is given.
+    def durable(self, names: Sequence[str], step: int | None = None) -> list[Record]:
+        """Return the buffers, with the closed `step` if it is given.
 
-        Raises `UnknownBuffer`, `EpochOpen`, `EpochGone` and `BufferCorrupt`.
+        Raises `UnknownBuffer`, `StepOpen`, `StepGone` and `BufferCorrupt`.
         """
         full = [BufferName(self.namespace, name) for name in names]
         found = self.look(full)
-        return with_closed([found.get(name) or self.record(name.name) for name in full], epoch)
+        return with_closed([found.get(name) or self.record(name.name) for name in full], step)
 
     def now(self) -> float:
         """Return the time of the store's clock, in seconds since 1970. It may block like `record`."""
@@ -142,10 +142,10 @@ class Store(Protocol):
     def record_bytes(self, names: Sequence[str]) -> int:
         """Return how many bytes the records of these buffers take in the store. To load them takes more memory."""
 
-    def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
-        """Return the buffers with their values, as of one moment, or as of the end of `epoch`.
+    def read(self, names: Sequence[str], step: int | None = None) -> list[Snapshot]:
+        """Return the buffers with their values, as of one moment, or as of the end of `step`.
 
-        Raises `UnknownBuffer`, `EpochOpen`, `EpochGone` and `BufferCorrupt`.
+        Raises `UnknownBuffer`, `StepOpen`, `StepGone` and `BufferCorrupt`.
         """
 
     def recall(self, key: Key, names: Sequence[str] = ()) -> Known | None:
@@ -248,24 +248,24 @@ def alive(record: Record | None, name: str, now: float) -> Record:
     return record
 
 
-def with_closed(records: list[Record], epoch: int | None) -> list[Record]:
-    """Return the records. Raises `EpochOpen` and `EpochGone` for the closed `epoch`."""
-    if epoch is not None:
+def with_closed(records: list[Record], step: int | None) -> list[Record]:
+    """Return the records. Raises `StepOpen` and `StepGone` for the closed `step`."""
+    if step is not None:
         for record in records:
-            record.closed_epoch(epoch)
+            record.closed_step(step)
     return records
 
 
 def snapshots(
-    records: Iterable[Record], epoch: int | None, load: Callable[[Record, Closed | None], Array]
+    records: Iterable[Record], step: int | None, load: Callable[[Record, Closed | None], Array]
 ) -> list[Snapshot]:
-    """Return the buffers with the values that `load` returns, of now, or of the end of `epoch`, its second argument.
+    """Return the buffers with the values that `load` returns, of now, or of the end of `step`, its second argument.
 
     Raises what `Store.read` raises.
     """
     found = []
     for record in records:
-        of = None if epoch is None else record.closed_epoch(epoch)
+        of = None if step is None else record.closed_step(step)
         try:
             found.append(Snapshot(record, load(record, of), of))
         except BufferCorrupt as error:

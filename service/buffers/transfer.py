@@ -1,7 +1,7 @@
 """Export of buffers and graphs to a safetensors file, and import from such a file.
 
 The file holds the current value of each buffer under its name. `__metadata__["buffers"]` holds, as JSON, the data that
-creates the buffers again; graphs are in `transfer_graphs.py`. Closed epochs and idempotency keys are not exported.
+creates the buffers again; graphs are in `transfer_graphs.py`. Closed steps and idempotency keys are not exported.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ import orjson
 
 from service.buffers import transfer_graphs
 from service.buffers.changes import Delete
-from service.buffers.epochs import MAX_CONTRIBUTORS, is_contributor
 from service.buffers.graph_changes import DeleteGraph
 from service.buffers.graphs import damaged
 from service.buffers.names import BufferName, check_length, check_name
+from service.buffers.packed import present
 from service.buffers.perform import Request
 from service.buffers.readonly import Moment
 from service.buffers.record import Record, name_buffer
 from service.buffers.restore import Restore
 from service.buffers.rules import new_spec
 from service.buffers.specs import RULES, Rule, Spec
+from service.buffers.steps import MAX_CONTRIBUTORS, is_contributor
 from service.buffers.store import Store
 from service.buffers.transfer_graphs import MAX_SECONDS, SavedGraph
 from service.buffers.url import opened_readonly
@@ -108,7 +109,7 @@ def _described(record: Record) -> dict[str, Any]:
     """Return the state of a buffer, without what a version before would not know, if it can be absent."""
     state = {
         "spec": record.spec.stored(),
-        "epoch": record.epoch,
+        "step": record.step,
         "version": record.version,
         "count": record.count,
         "weight": record.weight,
@@ -198,7 +199,7 @@ def restore(store: Store, contents: Contents) -> None:
 
 
 MOST_CHANGES = 1 << 53
-"""The largest epoch, version and count of a file: JSON readers that use doubles round larger integers."""
+"""The largest step, version and count of a file: JSON readers that use doubles round larger integers."""
 
 
 def _is_whole(value: Any, least: int = 0, most: int = MOST_CHANGES) -> bool:
@@ -209,7 +210,7 @@ _WHOLE = (f"an integer from 0 to {MOST_CHANGES}", _is_whole)
 
 _STATE: Members = {
     "spec": ("an object", lambda value: isinstance(value, dict)),
-    "epoch": _WHOLE,
+    "step": _WHOLE,
     "version": _WHOLE,
     "count": _WHOLE,
     "weight": ("a number", lambda value: is_number(value, -sys.float_info.max, sys.float_info.max)),
@@ -250,6 +251,8 @@ def _checked(what: str, metadata: str) -> dict[str, dict[str, Any]]:
             raise DocumentInvalid(f"{everything} is {shown(states)}, but must be an object")
         for name, state in states.items():
             subject = f"The metadata of the buffer {shown(name)} in {what}"
+            if isinstance(state, dict):
+                state = states[name] = {present(member): value for member, value in state.items()}
             check(subject, state, _STATE | _LATER, _STATE.keys())
             state["spec"] = _spec_of(subject, state["spec"])
     except DocumentInvalid as error:
@@ -271,7 +274,7 @@ def _record(what: str, name: str, state: dict[str, Any], longest_name: int) -> R
     _check_name(what, name, full_name, longest_name)
     spec, created, weight = state["spec"], float(state["created"]), float(state["weight"])
     began, contributors = state.get("began"), state.get("contributors", {})
-    record = Record(full_name, spec, 0, created, created, state["epoch"], state["version"], state["count"], weight)
+    record = Record(full_name, spec, 0, created, created, state["step"], state["version"], state["count"], weight)
     return record.changed(began=began, contributors_in=contributors)
 
 

@@ -77,7 +77,7 @@ def metadata(http: httpx.Client, name: str) -> dict[str, Any]:
 def etag(http: httpx.Client, name: str) -> str:
     """Return the short tag of the buffer's state, with which the tag of its metadata begins."""
     answer = http.get(f"/v1/buffers/{name}")
-    short = f'"{answer.json()["epoch"]}-{answer.json()["version"]}"'
+    short = f'"{answer.json()["step"]}-{answer.json()["version"]}"'
     assert answer.headers["etag"].startswith(f"{short[:-1]}-")
     return short
 

@@ -181,7 +181,7 @@ def test_a_request_past_its_timeout_is_not_started() -> None:
 
 
 def test_a_take_that_was_made_never_answers_expired() -> None:
-    """The answer waits for a thread. A client that sent the take again would take the next epoch."""
+    """The answer waits for a thread. A client that sent the take again would take the next step."""
     size, path = 1 << 20, "/v1/ops/GRUTraining?outputs=HFinal"
     with serving(threads=1) as url, httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(3) as pool:
         assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201

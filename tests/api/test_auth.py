@@ -215,7 +215,7 @@ def test_changes_are_made_in_the_namespace(people: dict[str, httpx.Client]) -> N
     assert (receipt["name"], receipt["count"]) == ("w", 1)
     many = anna.post("/v1/buffers/accumulate?return=value", json={"w": [1, 1]}).json()["buffers"]
     assert (many["w"]["name"], many["w"]["closed"], many["w"]["value"]["data"]) == ("w", True, [2, 3])
-    assert ann.get("/v1/buffers/w/value?epoch=0").json()["value"]["data"] == [2, 3]
+    assert ann.get("/v1/buffers/w/value?step=0").json()["value"]["data"] == [2, 3]
     assert ann.post("/v1/buffers/value?prefix=w").json()["buffers"]["w"]["value"]["data"] == [0, 0]
     receipt = ann.post("/v1/ops/ReluGrad?into=dX:w", json=RELU).json()["dX"]
     assert (receipt["name"], receipt["count"]) == ("w", 1)
@@ -224,7 +224,7 @@ def test_changes_are_made_in_the_namespace(people: dict[str, httpx.Client]) -> N
     assert taken["w"]["value"]["data"] == [1, 0]
     untouched = bob.get("/v1/buffers/w").json()
     assert (untouched["version"], untouched["count"]) == (0, 0)
-    assert_problem(ann.post("/v1/buffers/w/accumulate?epoch=0", json=ADD), 409, "stale_epoch", "'w'")
+    assert_problem(ann.post("/v1/buffers/w/accumulate?step=0", json=ADD), 409, "stale_step", "'w'")
     assert_problem(ann.put("/v1/buffers/w", json={"shape": [5]}), 409, "buffer_exists", "'w'")
     problem = assert_problem(ann.post("/v1/buffers/accumulate", json={"w": [1, 2, 3]}), 422, "shape_mismatch")
     assert problem["buffer"] == "w"
@@ -256,10 +256,10 @@ def test_a_receipt_in_an_error_names_the_buffer_without_its_namespace(people: di
     ann.put("/v1/buffers/t", json={"shape": [2]})
     for path in ("/v1/buffers/t/take", "/v1/buffers/take?prefix=t"):
         key = {"Idempotency-Key": path}
-        epoch = ann.post(path, headers=key).json()
+        step = ann.post(path, headers=key).json()
         ann.post("/v1/buffers/t/take")
-        problem = assert_problem(ann.post(path, headers=key), 410, "epoch_gone", "counted once")
-        assert problem["receipts"]["t"]["name"] == "t", epoch
+        problem = assert_problem(ann.post(path, headers=key), 410, "step_gone", "counted once")
+        assert problem["receipts"]["t"]["name"] == "t", step
 
 
 def test_errors_repeat_the_clients_text(people: dict[str, httpx.Client]) -> None:
@@ -298,7 +298,7 @@ def test_an_add_in_a_namespace_wakes_a_long_poll(people: dict[str, httpx.Client]
     ann, anna = people["ann"], people["anna"]
     ann.put("/v1/buffers/p", json={"shape": [2], "quorum": 1})
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ann.get, "/v1/buffers/p/value?epoch=0&timeout=20")
+        waiting = pool.submit(ann.get, "/v1/buffers/p/value?step=0&timeout=20")
         anna.post("/v1/buffers/p/accumulate", json=ADD)
         assert waiting.result().json()["value"]["data"] == [1, 2]
 

@@ -77,8 +77,8 @@ def test_the_event_loop_makes_no_look_up(calls: Counter[str]) -> None:
     with serving() as url, httpx.Client(base_url=url, timeout=30) as http, ThreadPoolExecutor(2) as pool:
         for name in ("a", "b"):
             http.put(f"/v1/buffers/{name}", json={"shape": [2], "quorum": 2}).raise_for_status()
-        waiting = pool.submit(http.get, "/v1/buffers/a/value?epoch=0&timeout=30")
-        many = pool.submit(http.post, "/v1/buffers/value?epoch=0&timeout=30", json={"names": ["a", "b"]})
+        waiting = pool.submit(http.get, "/v1/buffers/a/value?step=0&timeout=30")
+        many = pool.submit(http.post, "/v1/buffers/value?step=0&timeout=30", json={"names": ["a", "b"]})
         for _ in range(2):
             relu = {"dY": [1, 2], "X": [1, 1]}
             http.post("/v1/ops/ReluGrad?into=dX:a", json=relu).raise_for_status()
@@ -92,7 +92,7 @@ def test_the_event_loop_makes_no_look_up(calls: Counter[str]) -> None:
             assert http.get(path).status_code == 200, path
         http.put("/v1/buffers/c", json={"shape": [2], "deadline_seconds": 0.1}).raise_for_status()
         http.post("/v1/buffers/c/accumulate", json={"gradient": [1, 2]}).raise_for_status()
-        for path in ("/v1/buffers/c", "/v1/buffers/c?epoch=0&timeout=30", "/v1/buffers/c/value?epoch=0"):
+        for path in ("/v1/buffers/c", "/v1/buffers/c?step=0&timeout=30", "/v1/buffers/c/value?step=0"):
             assert http.get(path).status_code == 200, path
         http.patch("/v1/buffers/c", json={"quorum": 3}).raise_for_status()
         assert http.get("/v1/buffers/a/statistics?heat_map=2").json()["count"] == 1

@@ -47,7 +47,7 @@ def test_put_creates_a_buffer_of_zeros(http: httpx.Client) -> None:
     spec = {"name": name, "shape": [2, 3], "dtype": "float32", "nonfinite": "allow", "keep": 1, "bytes": 24}
     rules = {"min_count": 1, "per_contributor": 1, "quorum": None, "quorum_weight": None, "contributors": None}
     unset = {"max_norm": None, "ttl_seconds": None, "deadline_seconds": None, "missing": None, "missing_since": None}
-    begun = {"epoch": 0, "version": 0, "count": 0, "weight": 0.0, "closed_epochs": [], "contributors_in": {}}
+    begun = {"step": 0, "version": 0, "count": 0, "weight": 0.0, "closed_steps": [], "contributors_in": {}}
     assert {key: made[key] for key in made if not key.endswith("_at")} == spec | rules | unset | begun
     assert made["expires_at"] is made["deadline_at"] is made["closed_at"] is None
     assert abs(made["created_at"] - time.time()) < 3600
@@ -240,9 +240,9 @@ def test_metadata_follows_every_change(http: httpx.Client) -> None:
     def now() -> tuple[Any, ...]:
         got = http.get(f"/v1/buffers/{name}")
         one = got.json()
-        assert got.headers["etag"].startswith(f'"{one["epoch"]}-{one["version"]}-')
+        assert got.headers["etag"].startswith(f'"{one["step"]}-{one["version"]}-')
         assert one["created_at"] == created["created_at"] <= one["updated_at"]
-        return one["epoch"], one["version"], one["count"], one["weight"], one["closed_epochs"]
+        return one["step"], one["version"], one["count"], one["weight"], one["closed_steps"]
 
     assert now() == (0, 0, 0, 0.0, [])
     add(http, name, [1, 1], weight=2.5)
@@ -327,15 +327,15 @@ def test_if_none_match_creates_a_missing_buffer_only(http: httpx.Client) -> None
     assert repeated.headers["Idempotency-Replayed"] == "true"
 
 
-def test_a_closed_epoch_keeps_its_etag(http: httpx.Client) -> None:
+def test_a_closed_step_keeps_its_etag(http: httpx.Client) -> None:
     name = create(http, keep=2)
     add(http, name, [1, 2])
     tag = post(http, name, "take").headers["etag"]
     assert tag == etag(http, name) == '"1-2"'
-    closed = get(http, name, epoch=0).headers["etag"]
+    closed = get(http, name, step=0).headers["etag"]
     assert closed.startswith('"0-2-')
     add(http, name, [1, 2])
-    assert get(http, name, epoch=0, headers={"If-None-Match": closed}).status_code == 304
+    assert get(http, name, step=0, headers={"If-None-Match": closed}).status_code == 304
     assert get(http, name, headers={"If-None-Match": closed}).status_code == 200
 
 
@@ -467,9 +467,9 @@ def test_buffers_outlive_the_server(tmp_path: Path) -> None:
         add(client, name, [1, 2])
         post(client, name, "take")
         add(client, name, [5, 6], weight=2)
-        before = state(client, name), value(client, name, epoch=0)
+        before = state(client, name), value(client, name, step=0)
     with serving(**settings) as url, httpx.Client(base_url=url) as client:
-        assert (state(client, name), value(client, name, epoch=0)) == before
+        assert (state(client, name), value(client, name, step=0)) == before
 
 
 def test_a_full_store_refuses_adds_and_changes_nothing(tmp_path: Path) -> None:

@@ -154,4 +154,4 @@ def test_a_thousand_buffers_take_adds(http: httpx.Client) -> None:
     body = json.dumps(dict.fromkeys(names, 1.5))
     receipts = ok(http.post("/v1/buffers/accumulate", content=body, headers=JSON))["buffers"]
     assert all(receipt["closed"] for receipt in receipts.values())
-    assert value(http, names[-1], epoch=0) == [1.5, 1.5]
+    assert value(http, names[-1], step=0) == [1.5, 1.5]

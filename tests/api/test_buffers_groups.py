@@ -1,4 +1,4 @@
-"""Operators with `X:prefix*` and `X:buffer@epoch`: groups from and into buffers, and inputs from closed epochs."""
+"""Operators with `X:prefix*` and `X:buffer@step`: groups from and into buffers, and inputs from closed steps."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_repeated_request_has_the_buffers_that_it_had(http: httpx.Client, run:
     http.delete(f"/v1/buffers/{run}s.b")
     create(http, f"{run}s.b")
     answer = sgd(http, f"weights:{run}p.*", body=body, headers=key, **query)
-    assert_problem(answer, 410, "epoch_gone", "counted once", f"{run}s.b")
+    assert_problem(answer, 410, "step_gone", "counted once", f"{run}s.b")
 
 
 def test_mistakes_in_prefixes_are_named(http: httpx.Client, run: str) -> None:
@@ -152,7 +152,7 @@ def test_prefixes_on_v2(http: httpx.Client, run: str) -> None:
     assert value(http, f"{run}s.w") == [0, 0]
     parameters["from"] = f"weights:{run}s.*,gradients:{run}p.*@1"
     error = http.post("/v2/models/SGDOptimizerV2/infer", json=body)
-    assert (error.status_code, "Epoch 1" in error.json()["error"]) == (409, True)
+    assert (error.status_code, "Step 1" in error.json()["error"]) == (409, True)
 
 
 # ----- names with colons, and groups whose names are fixed -----
@@ -204,10 +204,10 @@ def test_an_output_has_one_buffer_only() -> None:
             parsed(step, into=into)
 
 
-# ----- closed epochs -----
+# ----- closed steps -----
 
 
-def test_an_input_may_come_from_a_closed_epoch(http: httpx.Client, run: str) -> None:
+def test_an_input_may_come_from_a_closed_step(http: httpx.Client, run: str) -> None:
     fill(http, f"{run}g.", VALUES, keep=2)
     for name in VALUES:
         add(http, f"{run}g.{name}", VALUES[name], weight=3)
@@ -221,14 +221,14 @@ def test_an_input_may_come_from_a_closed_epoch(http: httpx.Client, run: str) -> 
     assert data(sgd(http, f"gradients:{run}g.*", body=weights)) == {"b": [-7], "w": [-7, -7]}
     mixed = sgd(http, f"gradients.w:{run}g.w@0", f"gradients.b:{run}g.b", body=weights, reduce="mean")
     assert data(mixed) == {"b": [-7], "w": [-2, -3]}
-    problem = assert_problem(sgd(http, f"gradients:{run}g.*@1", body=weights), 409, "epoch_open", f"{run}g.b")
-    assert (problem["buffer"], problem["epoch"], problem["op"]) == (f"{run}g.b", 1, "SGDOptimizerV2")
+    problem = assert_problem(sgd(http, f"gradients:{run}g.*@1", body=weights), 409, "step_open", f"{run}g.b")
+    assert (problem["buffer"], problem["step"], problem["op"]) == (f"{run}g.b", 1, "SGDOptimizerV2")
     for _ in range(2):
         post(http, f"{run}g.w", "take")
-    assert_problem(sgd(http, source, body=weights), 410, "epoch_gone", f"{run}g.w")
+    assert_problem(sgd(http, source, body=weights), 410, "step_gone", f"{run}g.w")
     for params in ({"reduce": "mean"}, {"reduce": "sum"}, {"timeout": 1}):
         answer = sgd(http, f"gradients:{run}g.*", body=weights, **params)
-        assert_problem(answer, 422, "invalid_parameter", "closed epoch", next(iter(params)))
+        assert_problem(answer, 422, "invalid_parameter", "closed step", next(iter(params)))
     assert_problem(sgd(http, source, body=weights, timeout=1e9), 422, "invalid_parameter", "timeout")
 
 
@@ -240,7 +240,7 @@ def test_a_mean_needs_a_weight(http: httpx.Client, run: str) -> None:
     assert problem["receipt"]["closed"]
 
 
-def test_a_request_waits_until_all_its_epochs_have_closed(http: httpx.Client, run: str) -> None:
+def test_a_request_waits_until_all_its_steps_have_closed(http: httpx.Client, run: str) -> None:
     fill(http, f"{run}g.", VALUES, quorum=2)
     weights = {"lr": 1, "weights": {"b": [0], "w": [0, 0]}}
     query: dict[str, Any] = {"timeout": PATIENCE, "reduce": "mean"}
@@ -252,11 +252,11 @@ def test_a_request_waits_until_all_its_epochs_have_closed(http: httpx.Client, ru
         assert data(waiting.result(PATIENCE)) == {"b": [-1], "w": [-2, -3]}
     began = time.monotonic()
     answer = sgd(http, f"gradients:{run}g.*@1", body=weights, timeout=0.2)
-    assert_problem(answer, 409, "epoch_open", f"{run}g.b", "count is 0 of 2")
+    assert_problem(answer, 409, "step_open", f"{run}g.b", "count is 0 of 2")
     assert time.monotonic() - began > 0.2
 
 
-def test_a_deadline_closes_an_epoch_before_it_is_read(http: httpx.Client, run: str) -> None:
+def test_a_deadline_closes_an_step_before_it_is_read(http: httpx.Client, run: str) -> None:
     fill(http, f"{run}g.", {"w": [1, 2]}, deadline_seconds=0.05)
     body = {"lr": 1, "weights": {"w": [0, 0]}}
     assert data(sgd(http, f"gradients:{run}g.*@0", body=body, timeout=PATIENCE)) == {"w": [-1, -2]}
@@ -265,7 +265,7 @@ def test_a_deadline_closes_an_epoch_before_it_is_read(http: httpx.Client, run: s
     assert data(sgd(http, f"gradients:{run}g.*@1", body=body)) == {"w": [-3, -4]}
 
 
-def test_a_repeated_request_waits_for_no_epoch(http: httpx.Client, run: str) -> None:
+def test_a_repeated_request_waits_for_no_step(http: httpx.Client, run: str) -> None:
     fill(http, f"{run}g.", {"w": [1, 2]}, quorum=1)
     name, key = create(http), {KEY: fresh("key")}
     query: dict[str, Any] = {"into": f"updated_weights.w:{name}", "timeout": PATIENCE}

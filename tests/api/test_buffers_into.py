@@ -117,7 +117,7 @@ def test_mistakes_in_from_are_named(http: httpx.Client) -> None:
 
 def test_into_answers_a_receipt_in_place_of_the_output(http: httpx.Client) -> None:
     name = create(http)
-    receipt = {"name": name, "updated": True, "closed": False, "epoch": 0, "version": 1, "count": 1, "weight": 1.0}
+    receipt = {"name": name, "updated": True, "closed": False, "step": 0, "version": 1, "count": 1, "weight": 1.0}
     assert ok(run(http, "ReluGrad", RELU, into=f"dX:{name}")) == {"dX": receipt}
     file = as_file({"dY": np.array([5, 6], np.float32), "X": np.array([-1, 1], np.float32)})
     answer = http.post("/v1/ops/ReluGrad", **file, params={"into": f"dX:{name}", "weight": 2})
@@ -166,7 +166,7 @@ def test_several_outputs_go_into_several_buffers(http: httpx.Client) -> None:
     into = [f"{name}:{buffer}" for name, buffer in kept.items()]
     body = {name: tensor.tolist() for name, tensor in tensors.items()}
     for count in (1, 2):
-        answer = ok(run(http, "GRUGrad", body, into=into, epoch=0))
+        answer = ok(run(http, "GRUGrad", body, into=into, step=0))
         assert answer.keys() == whole.keys()
         for name, one in answer.items():
             if name in kept:
@@ -206,20 +206,20 @@ def test_into_adds_all_outputs_or_none(http: httpx.Client) -> None:
     assert state(http, *right.values(), wrong) == before
 
 
-def test_into_takes_a_weight_and_an_epoch(http: httpx.Client) -> None:
+def test_into_takes_a_weight_and_an_step(http: httpx.Client) -> None:
     name = create(http, quorum=2)
-    assert ok(run(http, "ReluGrad", RELU, into=f"dX:{name}", weight=0.5, epoch=0))["dX"]["weight"] == 0.5
-    receipt = ok(run(http, "ReluGrad", RELU, into=f"dX:{name}", weight=2, epoch=0))["dX"]
+    assert ok(run(http, "ReluGrad", RELU, into=f"dX:{name}", weight=0.5, step=0))["dX"]["weight"] == 0.5
+    receipt = ok(run(http, "ReluGrad", RELU, into=f"dX:{name}", weight=2, step=0))["dX"]
     assert (receipt["closed"], receipt["count"], receipt["weight"]) == (True, 2, 2.5)
-    assert value(http, name, epoch=0) == [2.5, 5]
+    assert value(http, name, step=0) == [2.5, 5]
     before = state(http, name)
-    problem = assert_problem(run(http, "ReluGrad", RELU, into=f"dX:{name}", epoch=0), 409, "stale_epoch", name)
-    assert (problem["epoch"], problem["op"]) == (1, "ReluGrad")
+    problem = assert_problem(run(http, "ReluGrad", RELU, into=f"dX:{name}", step=0), 409, "stale_step", name)
+    assert (problem["step"], problem["op"]) == (1, "ReluGrad")
     assert_problem(run(http, "ReluGrad", RELU, into=f"dX:{name}", weight=1e39), 422, "invalid_parameter", "weight")
-    for parameter, wrong in (("weight", "nan"), ("weight", "x"), ("epoch", "-1"), ("epoch", "1.5")):
+    for parameter, wrong in (("weight", "nan"), ("weight", "x"), ("step", "-1"), ("step", "1.5")):
         answer = run(http, "ReluGrad", RELU, into=f"dX:{name}", **{parameter: wrong})
         assert_problem(answer, 422, "invalid_parameter", parameter)
-    for parameter in ("weight", "epoch"):
+    for parameter in ("weight", "step"):
         for more in ({}, {"sources": f"dY:{name}"}):
             body = {"X": [1, 1]} if more else RELU
             answer = run(http, "ReluGrad", body, **{parameter: "1"}, **more)
@@ -367,9 +367,9 @@ def test_v2_takes_inputs_from_buffers_and_adds_outputs(http: httpx.Client) -> No
     answer = infer(http, "ReluGrad", {"dY": [2, 3]}, {"from": f"X:{source}"})
     assert ok(answer)["outputs"][0]["data"] == [2, 0]
     assert "parameters" not in answer.json()
-    parameters = {"from": f"X:{source}", "into": f"dX:{name}", "weight": 0.5, "epoch": 0}
+    parameters = {"from": f"X:{source}", "into": f"dX:{name}", "weight": 0.5, "step": 0}
     answer = infer(http, "ReluGrad", {"dY": [2, 3]}, parameters, id="x")
-    receipt = {"name": name, "updated": True, "closed": False, "epoch": 0, "version": 1, "count": 1, "weight": 0.5}
+    receipt = {"name": name, "updated": True, "closed": False, "step": 0, "version": 1, "count": 1, "weight": 0.5}
     assert receipts_of(answer) == {"dX": receipt}
     assert (answer.json()["outputs"], answer.json()["id"]) == ([], "x")
     assert value(http, name) == [1, 0]
@@ -405,7 +405,7 @@ def test_tritons_client_uses_from_and_into(http: httpx.Client, binary: bool) -> 
             inputs.append(triton.InferInput(name, one.shape, OPEN_INFERENCE[one.dtype]))
             inputs[-1].set_data_from_numpy(one, binary_data=binary)
     asked = [triton.InferRequestedOutput(name, binary_data=binary) for name in whole]
-    parameters = {"from": f"X:{source}", "into": f"dW:{dW}", "weight": 2.0, "epoch": 0}
+    parameters = {"from": f"X:{source}", "into": f"dW:{dW}", "weight": 2.0, "step": 0}
     with triton.InferenceServerClient(http.base_url.netloc.decode()) as client:
         headers = {KEY: fresh("key")}
         for count in (1, 1):
@@ -418,9 +418,9 @@ def test_tritons_client_uses_from_and_into(http: httpx.Client, binary: bool) -> 
                     assert result.as_numpy(name).tobytes() == whole[name].tobytes()
             assert result.as_numpy("dW") is None
         with pytest.raises(InferenceServerException) as raised:
-            client.infer("GRUGrad", inputs, parameters={**parameters, "epoch": 7})
+            client.infer("GRUGrad", inputs, parameters={**parameters, "step": 7})
         assert raised.value.status() == "409"
-        assert "Epoch 7" in raised.value.message()
+        assert "Step 7" in raised.value.message()
     assert read(http, dW).tobytes() == (whole["dW"] * 2).tobytes()
 
 
@@ -432,8 +432,8 @@ V2_MISTAKES: dict[str, tuple[dict[str, Any], dict[str, str], int, tuple[str, ...
     "no output": ({"into": "dY:{name}"}, {}, 400, ("into", "dX")),
     "a list": ({"into": ["dX:{name}"]}, {}, 400, ("into", "string")),
     "one output twice": ({"into": "dX:{name},dX:other"}, {}, 400, ("into", "twice")),
-    "epoch": ({"into": "dX:{name}", "epoch": 3}, {}, 409, ("Epoch 3",)),
-    "epoch as a text": ({"into": "dX:{name}", "epoch": "0"}, {}, 400, ("epoch", "'0'")),
+    "step": ({"into": "dX:{name}", "step": 3}, {}, 409, ("Step 3",)),
+    "step as a text": ({"into": "dX:{name}", "step": "0"}, {}, 400, ("step", "'0'")),
     "weight": ({"into": "dX:{name}", "weight": "1"}, {}, 400, ("weight", "'1'")),
     "weight alone": ({"weight": 1.0}, {}, 400, ("weight", "into")),
     "If-Match": ({"into": "dX:{name}"}, {"If-Match": '"9-9"'}, 412, ('"9-9"',)),

@@ -49,7 +49,7 @@ def test_patch_changes_the_rules_of_all_buffers_with_a_prefix(http: httpx.Client
     receipts = ok(request(http, "PATCH", prefix=f"{run}."))["buffers"]
     assert [receipts[name].get("closed_by") for name in names] == ["quorum", None, None]
     assert [metadata(http, name)["quorum"] for name in (*names, other)] == [3, 3, 3, 4]
-    assert [metadata(http, name)["epoch"] for name in names] == [1, 0, 0]
+    assert [metadata(http, name)["step"] for name in names] == [1, 0, 0]
 
 
 def test_rules_change_in_all_buffers_or_in_none(http: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""`/v1/buffers` over real HTTP, with each store: what ends an epoch, contributors, and changes of rules."""
+"""`/v1/buffers` over real HTTP, with each store: what ends a step, contributors, and changes of rules."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_a_merge_patch_is_for_rules_only(http: httpx.Client) -> None:
     assert_problem(answer, 415, "unsupported_media_type")
 
 
-def receipt(http: httpx.Client, name: str, epoch: int = 0, **params: Any) -> Any:
-    return ok(http.get(f"/v1/buffers/{name}", params={"epoch": epoch, **params}))
+def receipt(http: httpx.Client, name: str, step: int = 0, **params: Any) -> Any:
+    return ok(http.get(f"/v1/buffers/{name}", params={"step": step, **params}))
 
 
 # ----- deadlines -----
@@ -57,11 +57,11 @@ def receipt(http: httpx.Client, name: str, epoch: int = 0, **params: Any) -> Any
 
 @pytest.mark.parametrize("what", ["receipt", "value", "values"])
 def test_a_deadline_wakes_those_who_wait(http: httpx.Client, what: str) -> None:
-    """No other request comes: the store closes the epoch by itself."""
+    """No other request comes: the store closes the step by itself."""
     name = create(http, deadline_seconds=SOON, quorum=3)
     began = time.monotonic()
     add(http, name, [1, 2], contributor="x")
-    wanted = {"epoch": 0, "timeout": 20}
+    wanted = {"step": 0, "timeout": 20}
     if what == "receipt":
         answer = receipt(http, name, **wanted)
         assert (answer["closed"], answer["closed_by"], answer["contributors"]) == (True, "deadline", {"x": 1})
@@ -72,17 +72,17 @@ def test_a_deadline_wakes_those_who_wait(http: httpx.Client, what: str) -> None:
         assert (found["closed_by"], found["value"]["data"]) == ("deadline", [1, 2])
     assert time.monotonic() - began >= SOON
     known = metadata(http, name)
-    assert (known["epoch"], known["version"], known["closed_epochs"]) == (1, 2, [0])
+    assert (known["step"], known["version"], known["closed_steps"]) == (1, 2, [0])
 
 
-def test_a_read_after_the_deadline_sees_the_epoch_closed(http: httpx.Client) -> None:
+def test_a_read_after_the_deadline_sees_the_step_closed(http: httpx.Client) -> None:
     """At once, however long the store's own thread takes."""
     names = [create(http, deadline_seconds=0.05) for _ in range(5)]
     for name in names:
         add(http, name, [1, 2])
     time.sleep(0.06)  # the deadline, by any clock: the machine's may be set while the store's runs on
     for name in names:
-        assert value(http, name, epoch=0) == [1, 2]
+        assert value(http, name, step=0) == [1, 2]
         assert receipt(http, name)["closed_by"] == "deadline"
 
 
@@ -107,47 +107,47 @@ def test_many_workers_wait_for_one_deadline(http: httpx.Client) -> None:
 # ----- receipts -----
 
 
-def test_the_receipt_of_a_closed_epoch(http: httpx.Client) -> None:
+def test_the_receipt_of_a_closed_step(http: httpx.Client) -> None:
     name = create(http, quorum=2)
-    assert_problem(http.get(f"/v1/buffers/{name}?epoch=0"), 409, "epoch_open", name)
+    assert_problem(http.get(f"/v1/buffers/{name}?step=0"), 409, "step_open", name)
     add(http, name, [1, 2], contributor="a b/ü")
     closed = ok(add(http, name, [1, 2], contributor="rank1"))
     assert closed["contributors"] == {"a b/ü": 1, "rank1": 1}
-    answer = http.get(f"/v1/buffers/{name}?epoch=0")
+    answer = http.get(f"/v1/buffers/{name}?step=0")
     assert ok(answer) == {**closed, "updated": False}
-    same = http.get(f"/v1/buffers/{name}?epoch=0", headers={"If-None-Match": answer.headers["etag"]})
+    same = http.get(f"/v1/buffers/{name}?step=0", headers={"If-None-Match": answer.headers["etag"]})
     assert same.status_code == 304
-    assert_problem(http.get(f"/v1/buffers/{name}?epoch=1"), 409, "epoch_open", name)
+    assert_problem(http.get(f"/v1/buffers/{name}?step=1"), 409, "step_open", name)
     post(http, name, "take")
-    assert_problem(http.get(f"/v1/buffers/{name}?epoch=0"), 410, "epoch_gone", name)
+    assert_problem(http.get(f"/v1/buffers/{name}?step=0"), 410, "step_gone", name)
     assert receipt(http, name, 1)["closed_by"] == "take"
 
 
-def test_an_epoch_of_weight_0_has_a_receipt(http: httpx.Client) -> None:
-    """The mean says that there is none, and which epoch has none; the next epoch goes on."""
+def test_an_step_of_weight_0_has_a_receipt(http: httpx.Client) -> None:
+    """The mean says that there is none, and which step has none; the next step goes on."""
     name = create(http, quorum=2)
     for number in range(2):
-        closed = ok(add(http, name, [1, 2], weight=0, epoch=0, contributor=f"rank{number}"))
+        closed = ok(add(http, name, [1, 2], weight=0, step=0, contributor=f"rank{number}"))
     expected = {**closed, "updated": False}
-    problem = assert_problem(get(http, name, epoch=0, reduce="mean"), 409, "nothing_to_average", name)
+    problem = assert_problem(get(http, name, step=0, reduce="mean"), 409, "nothing_to_average", name)
     assert problem["receipt"] == expected
-    many = http.post("/v1/buffers/value", json=naming(name), params={"epoch": 0, "reduce": "mean"})
+    many = http.post("/v1/buffers/value", json=naming(name), params={"step": 0, "reduce": "mean"})
     assert assert_problem(many, 409, "nothing_to_average", name)["receipt"] == expected
     assert receipt(http, name) == expected
-    assert ok(add(http, name, [1, 2], epoch=1))["epoch"] == 1
+    assert ok(add(http, name, [1, 2], step=1))["step"] == 1
 
 
-def test_an_open_epoch_names_the_missing(http: httpx.Client) -> None:
+def test_an_open_step_names_the_missing(http: httpx.Client) -> None:
     ranks = [f"rank{number}" for number in range(8)]
     name = create(http, quorum=8, contributors=ranks)
-    problem = assert_problem(get(http, name, epoch=0), 409, "epoch_open", "rank0, rank1, rank2 and 5 more are missing")
+    problem = assert_problem(get(http, name, step=0), 409, "step_open", "rank0, rank1, rank2 and 5 more are missing")
     assert problem["missing"] == ranks
     for rank in {*ranks} - {"rank3", "rank7"}:
         add(http, name, [1, 2], contributor=rank)
-    problem = assert_problem(get(http, name, epoch=0), 409, "epoch_open", "; rank3 and rank7 are missing")
+    problem = assert_problem(get(http, name, step=0), 409, "step_open", "; rank3 and rank7 are missing")
     assert problem["missing"] == ["rank3", "rank7"]
-    many = http.post("/v1/buffers/value", json=naming(name), params={"epoch": 0})
-    assert assert_problem(many, 409, "epoch_open", name)["missing"] == ["rank3", "rank7"]
+    many = http.post("/v1/buffers/value", json=naming(name), params={"step": 0})
+    assert assert_problem(many, 409, "step_open", name)["missing"] == ["rank3", "rank7"]
     known = metadata(http, name)
     assert (known["missing"], len(known["contributors_in"])) == (["rank3", "rank7"], 6)
 
@@ -167,25 +167,25 @@ def test_without_a_list_a_worker_that_stopped_is_missing(http: httpx.Client) -> 
     known = metadata(http, name)
     assert (known["missing"], known["missing_since"]) == (["rank2"], {"rank2": closed_at})
     assert time.time() - PATIENCE < closed_at < known["updated_at"]
-    problem = assert_problem(get(http, name, epoch=1), 409, "epoch_open", "count is 2 of 3; rank2 is missing")
+    problem = assert_problem(get(http, name, step=1), 409, "step_open", "count is 2 of 3; rank2 is missing")
     assert problem["missing"] == ["rank2"]
     (listed,) = ok(http.get("/v1/buffers", params={"prefix": name}))["buffers"]
     assert listed == known
 
 
-def test_who_is_missing_is_not_known_if_others_come_in_each_epoch(http: httpx.Client) -> None:
+def test_who_is_missing_is_not_known_if_others_come_in_each_step(http: httpx.Client) -> None:
     name = create(http, quorum=2)
     for number in range(3):
         add(http, name, [1, 2], contributor=f"client{2 * number}")
         assert (metadata(http, name)["missing"], metadata(http, name)["missing_since"]) == (None, None)
-        problem = assert_problem(get(http, name, epoch=number), 409, "epoch_open")
+        problem = assert_problem(get(http, name, step=number), 409, "step_open")
         assert "missing" not in problem
         assert problem["detail"].endswith("whose count is 1 of 2")
         add(http, name, [1, 2], contributor=f"client{2 * number + 1}")
 
 
-def test_a_worker_is_missing_since_the_last_epoch_that_it_was_in(tmp_path: Path) -> None:
-    """It stays away for several epochs, which their deadline closes, and through a restart of the server."""
+def test_a_worker_is_missing_since_the_last_step_that_it_was_in(tmp_path: Path) -> None:
+    """It stays away for several steps, which their deadline closes, and through a restart of the server."""
     rules = {"deadline_seconds": SOON, "contributors": [*RANKS, "never"], "quorum": 4}
     with serving(store=f"lmdb:{tmp_path}") as url, httpx.Client(base_url=url, timeout=30) as http:
         for name in ("declared", "other"):
@@ -194,10 +194,10 @@ def test_a_worker_is_missing_since_the_last_epoch_that_it_was_in(tmp_path: Path)
                 add(http, name, [1, 2], contributor=rank)
         receipt(http, "declared", 0, timeout=30)
         left = metadata(http, "declared")["updated_at"]
-        for epoch in (1, 2, 3):
+        for step in (1, 2, 3):
             for rank in RANKS[:2]:
                 add(http, "declared", [1, 2], contributor=rank)
-            closed = receipt(http, "declared", epoch, timeout=30)
+            closed = receipt(http, "declared", step, timeout=30)
             assert (closed["closed_by"], closed["contributors"].keys()) == ("deadline", {*RANKS[:2]})
         before = [metadata(http, name) for name in ("declared", "other")]
         assert before[0]["missing_since"] == {
@@ -242,7 +242,7 @@ def test_every_add_has_a_contributor(http: httpx.Client) -> None:
         if kind == "model":
             assert (answer.status_code, "'x' has added 5" in answer.json()["error"]) == (409, True)
         else:
-            problem = assert_problem(answer, 409, "duplicate_contributor", "'x'", "5 gradients to epoch 0", name)
+            problem = assert_problem(answer, 409, "duplicate_contributor", "'x'", "5 gradients to step 0", name)
             assert problem["buffer"] == name
     assert metadata(http, name)["count"] == 5
 
@@ -311,14 +311,14 @@ def test_rules_are_changed(http: httpx.Client) -> None:
     assert ok(patch(http, name))["version"] == 3
 
 
-def test_a_rule_that_is_fulfilled_already_closes_the_epoch(http: httpx.Client) -> None:
+def test_a_rule_that_is_fulfilled_already_closes_the_step(http: httpx.Client) -> None:
     name = create(http, quorum=5)
     add(http, name, [1, 2], weight=3)
     add(http, name, [1, 2], weight=3)
     answer = patch(http, name, quorum=2)
-    assert (ok(answer)["epoch"], answer.headers["etag"]) == (1, '"1-3"')
+    assert (ok(answer)["step"], answer.headers["etag"]) == (1, '"1-3"')
     assert receipt(http, name)["closed_by"] == "quorum"
-    assert value(http, name, epoch=0) == [6, 12]
+    assert value(http, name, step=0) == [6, 12]
 
 
 def test_rules_are_changed_under_conditions(http: httpx.Client) -> None:

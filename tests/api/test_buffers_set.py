@@ -63,7 +63,7 @@ def test_set_writes_an_output_over_a_buffer(http: httpx.Client) -> None:
     name = create(http)
     add(http, name, [7, 7], weight=3)
     answer = ok(relu(http, set=f"dX:{name}"))
-    receipt = {"name": name, "updated": True, "closed": False, "epoch": 0, "version": 2, "count": 1, "weight": 1.0}
+    receipt = {"name": name, "updated": True, "closed": False, "step": 0, "version": 2, "count": 1, "weight": 1.0}
     assert answer == {"dX": receipt}
     assert value(http, name) == [1, 2]
     file = as_file({"dY": np.array([5, 6], np.float32), "X": np.array([-1, 1], np.float32)})
@@ -105,12 +105,12 @@ def test_set_and_into_share_a_request(http: httpx.Client) -> None:
     body = {name: one.tolist() for name, one in OPERATORS["GRUGrad"].example_tensors.items()}
     whole = OPERATORS["GRUGrad"](OPERATORS["GRUGrad"].example_tensors, {})
     dW, dR = create(http, shape=whole["dW"].shape, quorum=5), fresh()
-    query = {"set": f"dR:{dR}", "into": f"dW:{dW}", "weight": 2, "epoch": 0, "contributor": "a"}
+    query = {"set": f"dR:{dR}", "into": f"dW:{dW}", "weight": 2, "step": 0, "contributor": "a"}
     answer = ok(relu(http, body, op="GRUGrad", **query))
     assert (answer["dW"]["weight"], answer["dR"]["weight"], answer["dR"]["created"]) == (2, 1, True)
     assert answer.keys() == whole.keys()
     before = state(http, dW, dR)
-    assert_problem(relu(http, body, op="GRUGrad", **{**query, "epoch": 3}), 409, "stale_epoch")
+    assert_problem(relu(http, body, op="GRUGrad", **{**query, "step": 3}), 409, "stale_step")
     query = {"set": f"dR:{dR}", "into": f"dW:{dW}", "contributor": "a"}
     assert_problem(relu(http, body, op="GRUGrad", **query), 409, "duplicate_contributor")
     assert state(http, dW, dR) == before
@@ -125,7 +125,7 @@ def test_mistakes_in_set_are_named(http: httpx.Client) -> None:
         problem = assert_problem(relu(http, set=wrong), 422, "invalid_parameter")
         assert problem["parameter"] in ("set", "name")
     assert_problem(relu(http, set=f"dX:{name}", into=f"dX:{name}"), 422, "invalid_parameter", "dX twice")
-    for more in ("weight", "epoch", "contributor"):
+    for more in ("weight", "step", "contributor"):
         assert_problem(relu(http, set=f"dX:{name}", **{more: "1"}), 422, "invalid_parameter", more, "into=")
     body = {name: one.tolist() for name, one in OPERATORS["GRUGrad"].example_tensors.items()}
     answer = relu(http, body, op="GRUGrad", set=f"dW:{name}", into=f"dR:{name}")
@@ -177,7 +177,7 @@ def test_a_step_with_a_key_happens_once(http: httpx.Client) -> None:
     assert value(http, name) == [2, 3]
     http.delete(f"/v1/buffers/{name}")
     create(http, name)
-    assert_problem(relu(http, body, key, "SGDOptimizer", **query), 410, "epoch_gone", "counted once")
+    assert_problem(relu(http, body, key, "SGDOptimizer", **query), 410, "step_gone", "counted once")
 
 
 def test_many_workers_send_a_step_that_one_does(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
@@ -288,7 +288,7 @@ def test_each_attempt_of_a_step_gives_its_memory_back(slowly: httpx.Client, pool
 
 
 def test_a_step_that_another_worker_does_meanwhile_cannot_fail(slowly: httpx.Client, pool: ThreadPoolExecutor) -> None:
-    """The epoch that it reads may be gone by then."""
+    """The step that it reads may be gone by then."""
     name, key = create(slowly, shape=(1,)), {KEY: fresh("key")}
     PAUSES[:], FAULTS[:] = [1], [NothingToAverage("the gradients are gone")]
     late = pool.submit(relu, slowly, {}, key, op="Slow", sources=f"X:{name}", set=f"Y:{name}")

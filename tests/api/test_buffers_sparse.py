@@ -153,7 +153,7 @@ def test_a_buffer_without_dimensions_has_no_rows(http: httpx.Client) -> None:
 def test_the_state_of_the_buffer_is_checked_before_the_rows(http: httpx.Client) -> None:
     name = create(http, shape=(4, 2))
     assert_problem(add(http, fresh(), in_json()), 404, "unknown_buffer")
-    assert_problem(add(http, name, in_json([9], [[1, 2]]), epoch=3), 409, "stale_epoch")
+    assert_problem(add(http, name, in_json([9], [[1, 2]]), step=3), 409, "stale_step")
     assert_problem(add(http, name, in_json(), {"If-Match": '"7-7"'}), 412, "precondition_failed")
     assert_problem(add(http, "a b", in_json()), 422, "invalid_parameter")
     assert_problem(post(http, "accumulate", {"a/b": in_json()}), 422, "invalid_parameter")
@@ -173,7 +173,7 @@ def test_a_repeated_sparse_gradient_counts_once(http: httpx.Client) -> None:
     assert ok(answer)["count"] == 1
     create(http, name, shape=(1,))  # the rows do not fit this buffer, but they are not for it either
     answer = http.post(f"/v1/buffers/{name}/accumulate", content=saved(in_safetensors()), headers=headers)
-    assert_problem(answer, 410, "epoch_gone")
+    assert_problem(answer, 410, "step_gone")
 
 
 def test_many_rows_are_sorted_in_the_pool(http: httpx.Client) -> None:

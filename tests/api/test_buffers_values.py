@@ -30,7 +30,7 @@ def test_a_value_is_read_in_json_and_safetensors(http: httpx.Client) -> None:
     answer = get(http, name)
     assert answer.headers["etag"].startswith('"0-2-')
     assert answer.headers["vary"] == "Accept, Accept-Encoding"
-    expected = {"name": name, "updated": False, "closed": False, "epoch": 0, "version": 2, "count": 2, "weight": 5.0}
+    expected = {"name": name, "updated": False, "closed": False, "step": 0, "version": 2, "count": 2, "weight": 5.0}
     assert ok(answer) == {**expected, "value": {"dtype": "float32", "shape": [2, 1], "data": [[14.0], [19.0]]}}
     assert value(http, name, reduce="mean") == pytest.approx(np.array([[14 / 5], [19 / 5]]), rel=1e-7)
     in_base64 = ok(get(http, name, encoding="base64"))["value"]
@@ -83,8 +83,8 @@ QUERIES = [
     ("value", "reduce", "max", "'sum' or 'mean'"),
     ("value", "dtype", "int64", "'float64'"),
     ("value", "encoding", "hex", "'list' or 'base64'"),
-    ("value", "epoch", "-1", "0"),
-    ("value", "epoch", "x", "integer"),
+    ("value", "step", "-1", "0"),
+    ("value", "step", "x", "integer"),
     ("value", "timeout", "601", "600"),
     ("value", "timeout", "-1", "0"),
     ("value", "timeout", "nan", "600"),
@@ -100,7 +100,7 @@ QUERIES = [
     ("accumulate", "weight", "nan", "finite"),
     ("accumulate", "weight", "inf", "finite"),
     ("accumulate", "weight", "x", "number"),
-    ("accumulate", "epoch", "-1", "0"),
+    ("accumulate", "step", "-1", "0"),
     ("accumulate", "return", "sum", "'value'"),
     ("accumulate", "encoding", "hex", "'list' or 'base64'"),
 ]
@@ -131,7 +131,7 @@ def test_a_duplicate_parameter_is_refused(http: httpx.Client) -> None:
     answer = http.post(f"/v1/buffers/{name}/accumulate?weight=1&weight=2", json={"gradient": [1, 1]})
     assert_problem(answer, 422, "invalid_parameter", "'weight'", "2 times")
     assert_problem(http.post(f"/v1/buffers/{name}/take?timeout=0&timeout=0"), 422, "invalid_parameter", "'timeout'")
-    assert_problem(http.get(f"/v1/buffers/{name}/value?epoch=0&epoch=0"), 422, "invalid_parameter", "'epoch'")
+    assert_problem(http.get(f"/v1/buffers/{name}/value?step=0&step=0"), 422, "invalid_parameter", "'step'")
     assert_problem(http.post(f"/v1/buffers/{name}/zero?x=1"), 422, "unknown_parameter", "'x'")
     assert_problem(http.delete(f"/v1/buffers/{name}?x=1"), 422, "unknown_parameter", "'x'")
     assert metadata(http, name)["version"] == 0
@@ -144,7 +144,7 @@ def test_accumulate_adds_a_gradient(http: httpx.Client) -> None:
     name = create(http, shape=(2, 2))
     answer = add(http, name, [[1, 2], [3, 4]])
     assert answer.headers["etag"] == '"0-1"'
-    expected = {"name": name, "updated": True, "closed": False, "epoch": 0, "version": 1, "count": 1, "weight": 1.0}
+    expected = {"name": name, "updated": True, "closed": False, "step": 0, "version": 1, "count": 1, "weight": 1.0}
     assert ok(answer) == expected
     answer = add(http, name, {"shape": [2, 2], "base64": "AACAPwAAAEAAAEBAAACAQA=="}, weight=0.5)
     assert ok(answer) == {**expected, "version": 2, "count": 2, "weight": 1.5}
@@ -197,24 +197,24 @@ def test_a_large_value_is_exact(http: httpx.Client) -> None:
     for answer in (
         get(http, name, headers=TO_SAFETENSORS),
         post(http, name, "take", TO_SAFETENSORS),
-        get(http, name, headers=TO_SAFETENSORS, epoch=0),
+        get(http, name, headers=TO_SAFETENSORS, step=0),
     ):
         assert loaded(answer)[0]["value"].tobytes() == (gradient * 2 + gradient * 2).tobytes()
 
 
-def test_an_add_to_another_epoch_is_refused(http: httpx.Client) -> None:
+def test_an_add_to_another_step_is_refused(http: httpx.Client) -> None:
     name = create(http)
-    assert ok(add(http, name, [1, 1], epoch=0))["count"] == 1
-    problem = assert_problem(add(http, name, [1, 1], epoch=1), 409, "stale_epoch", name, "not begun", "epoch 0")
-    assert (problem["buffer"], problem["epoch"]) == (name, 0)
+    assert ok(add(http, name, [1, 1], step=0))["count"] == 1
+    problem = assert_problem(add(http, name, [1, 1], step=1), 409, "stale_step", name, "not begun", "step 0")
+    assert (problem["buffer"], problem["step"]) == (name, 0)
     post(http, name, "take")
     before = state(http, name)
-    problem = assert_problem(add(http, name, [1, 1], epoch=0), 409, "stale_epoch", name, "passed", "epoch 1")
-    assert problem["epoch"] == 1
-    assert_problem(add(http, name, [1, 1], epoch=0, do_update=False), 409, "stale_epoch")
-    assert_problem(add(http, name, [1, 1], epoch=10**30), 409, "stale_epoch")
+    problem = assert_problem(add(http, name, [1, 1], step=0), 409, "stale_step", name, "passed", "step 1")
+    assert problem["step"] == 1
+    assert_problem(add(http, name, [1, 1], step=0, do_update=False), 409, "stale_step")
+    assert_problem(add(http, name, [1, 1], step=10**30), 409, "stale_step")
     assert state(http, name) == before
-    assert ok(add(http, name, [1, 1], epoch=1))["count"] == 1
+    assert ok(add(http, name, [1, 1], step=1))["count"] == 1
 
 
 def test_do_update_and_overwrite_work_as_in_onnx_runtime(http: httpx.Client) -> None:
@@ -222,7 +222,7 @@ def test_do_update_and_overwrite_work_as_in_onnx_runtime(http: httpx.Client) -> 
     add(http, name, [1, 2], weight=3)
     before = state(http, name)
     receipt = ok(add(http, name, [5, 5], do_update=False))
-    expected = {"name": name, "updated": False, "closed": False, "epoch": 0, "version": 1, "count": 1, "weight": 3.0}
+    expected = {"name": name, "updated": False, "closed": False, "step": 0, "version": 1, "count": 1, "weight": 3.0}
     assert receipt == expected
     assert state(http, name) == before
     receipt = ok(add(http, name, [5, 6], overwrite=True, weight=0.5))

@@ -63,9 +63,9 @@ def wait_in(pool: ThreadPoolExecutor, call: Callable[..., httpx.Response], *args
 
 
 @pytest.mark.parametrize("close", ["quorum", "take"])
-def test_a_read_waits_for_the_epoch(http: httpx.Client, pool: ThreadPoolExecutor, close: str) -> None:
+def test_a_read_waits_for_the_step(http: httpx.Client, pool: ThreadPoolExecutor, close: str) -> None:
     name = create(http, quorum=2 if close == "quorum" else None)
-    waiting = [wait_in(pool, get, http, name, epoch=0, timeout=60) for _ in range(3)]
+    waiting = [wait_in(pool, get, http, name, step=0, timeout=60) for _ in range(3)]
     add(http, name, [1, 2])
     assert not any(one.done() for one in waiting)
     if close == "quorum":
@@ -74,12 +74,12 @@ def test_a_read_waits_for_the_epoch(http: httpx.Client, pool: ThreadPoolExecutor
         post(http, name, "take")
     for one in waiting:
         answer = ok(one.result(PATIENCE))
-        assert (answer["epoch"], answer["closed"], answer["value"]["data"][0]) == (0, True, answer["count"])
+        assert (answer["step"], answer["closed"], answer["value"]["data"][0]) == (0, True, answer["count"])
 
 
 def test_a_read_waits_for_many_buffers(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     a, b = create(http, quorum=1), create(http, quorum=1)
-    params = {"epoch": 0, "timeout": 60}
+    params = {"step": 0, "timeout": 60}
     waiting = wait_in(pool, http.post, "/v1/buffers/value", json=naming(a, b), params=params, headers=TO_SAFETENSORS)
     add(http, a, [1, 1])
     wait_until(lambda: waits[-1] == b)
@@ -91,11 +91,11 @@ def test_a_read_waits_for_many_buffers(http: httpx.Client, pool: ThreadPoolExecu
 
 def test_a_read_waits_for_a_buffer_with_the_longest_name(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name = create(http, "n" * 200, quorum=1)
-    problem = assert_problem(get(http, name, epoch=0), 409, "epoch_open")
+    problem = assert_problem(get(http, name, step=0), 409, "step_open")
     assert problem["buffer"] == name
-    waiting = wait_in(pool, get, http, name, epoch=0, timeout=60)
+    waiting = wait_in(pool, get, http, name, step=0, timeout=60)
     add(http, name, [1, 2])
-    assert ok(waiting.result(PATIENCE))["epoch"] == 0
+    assert ok(waiting.result(PATIENCE))["step"] == 0
 
 
 def test_a_take_waits_for_its_count(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
@@ -120,7 +120,7 @@ def test_each_waiting_take_takes_once(http: httpx.Client, pool: ThreadPoolExecut
         ok(add(http, name, [1, 2]))
         added += 1
     answers = [ok(one.result()) for one in waiting]
-    assert sorted(one["epoch"] for one in answers) == [0, 1, 2, 3]
+    assert sorted(one["step"] for one in answers) == [0, 1, 2, 3]
     assert all(one["count"] >= 2 for one in answers)
     assert sum(one["value"]["data"][0] for one in answers) + value(http, name)[0] == added
 
@@ -128,17 +128,17 @@ def test_each_waiting_take_takes_once(http: httpx.Client, pool: ThreadPoolExecut
 def test_a_wait_ends_at_its_timeout(http: httpx.Client) -> None:
     name = create(http, quorum=2)
     add(http, name, [1, 1])
-    problem = assert_problem(get(http, name, epoch=0, timeout=0.05), 409, "epoch_open", "1 of 2")
+    problem = assert_problem(get(http, name, step=0, timeout=0.05), 409, "step_open", "1 of 2")
     assert problem["count"] == 1
-    assert_problem(get(http, name, epoch=3, timeout=0.05), 409, "epoch_open")
+    assert_problem(get(http, name, step=3, timeout=0.05), 409, "step_open")
     assert ok(get(http, name, timeout=60))["count"] == 1  # nothing to wait for
-    assert_problem(get(http, fresh(), epoch=0, timeout=60), 404, "unknown_buffer")
+    assert_problem(get(http, fresh(), step=0, timeout=60), 404, "unknown_buffer")
     assert_problem(post(http, fresh(), "take", min_count=1, timeout=60), 404, "unknown_buffer")
 
 
 def test_a_buffer_that_expires_during_a_wait_is_unknown(http: httpx.Client) -> None:
     name = create(http, quorum=2, ttl_seconds=0.2)
-    assert_problem(get(http, name, epoch=0, timeout=1), 404, "unknown_buffer", name)
+    assert_problem(get(http, name, step=0, timeout=1), 404, "unknown_buffer", name)
 
 
 def test_deleting_buffers_does_not_prolong_a_wait_for_a_prefix(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
@@ -161,7 +161,7 @@ def test_deleting_buffers_does_not_prolong_a_wait_for_a_prefix(http: httpx.Clien
 def test_a_wait_ends_when_its_buffer_expires(http: httpx.Client, pool: ThreadPoolExecutor, what: str) -> None:
     name = create(http, ttl_seconds=0.5)
     if what == "value":
-        waiting = pool.submit(get, http, name, epoch=0, timeout=2 * PATIENCE)
+        waiting = pool.submit(get, http, name, step=0, timeout=2 * PATIENCE)
     else:
         waiting = pool.submit(post, http, name, "take", min_count=1, timeout=2 * PATIENCE)
     assert_problem(waiting.result(PATIENCE), 404, "unknown_buffer", name)
@@ -171,8 +171,8 @@ def test_a_wait_ends_when_its_buffer_is_deleted(http: httpx.Client, pool: Thread
     name, other = create(http), create(http)
     waiting = [
         wait_in(pool, http.post, "/v1/buffers/take?min_count=1&timeout=60", json=naming(name, other)),
-        wait_in(pool, http.post, "/v1/buffers/value?epoch=0&timeout=60", json=naming(name, other)),
-        wait_in(pool, get, http, name, epoch=0, timeout=60),
+        wait_in(pool, http.post, "/v1/buffers/value?step=0&timeout=60", json=naming(name, other)),
+        wait_in(pool, get, http, name, step=0, timeout=60),
         wait_in(pool, post, http, name, "take", min_count=1, timeout=60),
     ]
     http.delete(f"/v1/buffers/{name}")
@@ -180,11 +180,11 @@ def test_a_wait_ends_when_its_buffer_is_deleted(http: httpx.Client, pool: Thread
         assert_problem(one.result(PATIENCE), 404, "unknown_buffer", name)
 
 
-def test_a_wait_ends_when_its_epoch_is_zeroed(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_a_wait_ends_when_its_step_is_zeroed(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name = create(http)
-    waiting = wait_in(pool, get, http, name, epoch=0, timeout=60)
+    waiting = wait_in(pool, get, http, name, step=0, timeout=60)
     post(http, name, "zero")
-    assert_problem(waiting.result(PATIENCE), 410, "epoch_gone")
+    assert_problem(waiting.result(PATIENCE), 410, "step_gone")
 
 
 @pytest.mark.parametrize("accept", ["", "application/json", "application/vnd.safetensors"])
@@ -211,7 +211,7 @@ def test_a_wait_for_a_prefix_takes_the_buffers_present_at_its_end(http: httpx.Cl
     assert {name: one["value"]["data"] for name, one in taken.items()} == {second: [1, 2], late: [3, 4]}
 
 
-@pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])
+@pytest.mark.parametrize("what", ["take?min_count=1", "value?step=0"])
 @pytest.mark.parametrize("few", [0, 256])
 def test_a_wait_for_many_buffers_ends_alike_in_pool_and_loop(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str, few: int
@@ -233,7 +233,7 @@ def test_a_wait_for_many_buffers_ends_alike_in_pool_and_loop(
         assert [*ok(http.post("/v1/buffers/zero?prefix=p."))["buffers"]] == names
 
 
-@pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])
+@pytest.mark.parametrize("what", ["take?min_count=1", "value?step=0"])
 def test_a_wait_for_names_does_not_look_at_ready_buffers_again(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -260,7 +260,7 @@ def test_a_wait_for_names_does_not_look_at_ready_buffers_again(
     assert max(looks[name] for name in names[:-1]) < 10
 
 
-@pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])
+@pytest.mark.parametrize("what", ["take?min_count=1", "value?step=0"])
 def test_a_wait_for_a_prefix_does_not_list_it_for_each_change(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -283,7 +283,7 @@ def test_a_wait_for_a_prefix_does_not_list_it_for_each_change(
     assert 2 <= len(listings) <= 4
 
 
-@pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])
+@pytest.mark.parametrize("what", ["take?min_count=1", "value?step=0"])
 def test_a_wait_for_a_prefix_ends_with_the_last_buffer(http: httpx.Client, pool: ThreadPoolExecutor, what: str) -> None:
     name = create(http)
     waiting = wait_in(pool, http.post, f"/v1/buffers/{what}&prefix={name}&timeout=60")
@@ -313,7 +313,7 @@ def test_a_client_that_leaves_takes_nothing(http: httpx.Client, pool: ThreadPool
     later = wait_in(pool, post, http, name, "take", {"If-Match": '"0-0"'}, min_count=2, timeout=60)
     add(http, name, [1, 2])
     assert_problem(later.result(PATIENCE), 412, "precondition_failed")
-    assert metadata(http, name)["epoch"] == 0
+    assert metadata(http, name)["step"] == 0
     assert value(http, name) == [1, 2]
 
 
@@ -321,7 +321,7 @@ def test_a_connection_serves_requests_after_a_wait(http: httpx.Client) -> None:
     with httpx.Client(base_url=http.base_url, limits=httpx.Limits(max_connections=1), timeout=30) as client:
         name = create(client)
         for _ in range(3):
-            assert_problem(get(client, name, epoch=0, timeout=0.01), 409, "epoch_open")
+            assert_problem(get(client, name, step=0, timeout=0.01), 409, "step_open")
             assert_problem(post(client, name, "take", min_count=9, timeout=0.01), 409, "too_few_gradients")
             assert ok(add(client, name, [1, 1]))["updated"] is True
 
@@ -363,7 +363,7 @@ def wait_there(pool: ThreadPoolExecutor, call: Callable[..., Any], here: httpx.C
 def test_a_wait_ends_with_the_add_in_another_process(pair: tuple[httpx.Client, ...], pool: ThreadPoolExecutor) -> None:
     for here, there in (pair, pair[::-1]):
         name, taken = create(here, quorum=2), create(there)
-        reading = wait_there(pool, get, here, name, epoch=0, timeout=60)
+        reading = wait_there(pool, get, here, name, step=0, timeout=60)
         add(there, name, [1, 2])
         time.sleep(0.02)  # a worker process does not show that it has looked
         assert not reading.done()
@@ -379,11 +379,11 @@ def test_workers_all_reduce_through_two_processes(two_workers: str, pool: Thread
 
     def work(number: int) -> list[Any]:
         read = []
-        for epoch in range(8):
+        for step in range(8):
             with httpx.Client(base_url=two_workers, timeout=PATIENCE) as client:
-                add(client, name, [number, 1], epoch=epoch)
+                add(client, name, [number, 1], step=step)
             with httpx.Client(base_url=two_workers, timeout=PATIENCE) as client:
-                read.append(value(client, name, epoch=epoch, timeout=PATIENCE))
+                read.append(value(client, name, step=step, timeout=PATIENCE))
         return read
 
     with httpx.Client(base_url=two_workers) as client:

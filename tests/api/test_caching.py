@@ -72,7 +72,7 @@ def test_a_cache_hands_out_what_the_server_would(http: httpx.Client, cache: http
         assert number_in(get(cache, name, headers=headers), headers) == 3
     post(http, name, "take")
     for headers in FORMS.values():
-        assert number_in(get(cache, name, headers=headers, epoch=0), headers) == 3
+        assert number_in(get(cache, name, headers=headers, step=0), headers) == 3
         assert number_in(get(cache, name, headers=headers), headers) == 0
 
 
@@ -94,7 +94,7 @@ def test_a_cache_tells_a_buffer_from_another_of_its_name(http: httpx.Client, cac
     assert get(cache, name).json()["value"]["data"] == [2.0] * SIZE
     after = cache.get(path).json()
     assert after["created_at"] > before["created_at"]
-    assert (after["epoch"], after["version"]) == (before["epoch"], before["version"])
+    assert (after["step"], after["version"]) == (before["step"], before["version"])
 
 
 def test_each_representation_has_its_own_tag(http: httpx.Client) -> None:

@@ -153,7 +153,7 @@ def test_a_micro_batch_of_a_training_graph(client: httpx.Client) -> None:
         "from": "parameters:m.p.*",
         "into": "gradients:m.g.*",
         "weight": 32,
-        "epoch": 0,
+        "step": 0,
         "encoding": "list",
     }
     body = save({name: np.ascontiguousarray(value) for name, value in step["input"].items()})

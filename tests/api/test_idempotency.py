@@ -191,7 +191,7 @@ def test_a_failed_request_stores_no_key(http: httpx.Client) -> None:
     assert_problem(http.post(path, json={"gradient": [1, 2, 3]}, headers=first), 422, "shape_mismatch")
     assert_problem(http.post(path, json=ONES, headers={**first, "If-Match": '"9-9"'}), 412, "precondition_failed")
     assert_problem(post(http, name, "take", third, min_count=1), 409, "too_few_gradients")
-    assert_problem(http.post(f"{path}?epoch=1", json=ONES, headers=fourth), 409, "stale_epoch")
+    assert_problem(http.post(f"{path}?step=1", json=ONES, headers=fourth), 409, "stale_step")
     for answer in (http.post(path, json=ONES, headers=first), http.post(into, json=body, headers=second)):
         assert answer.status_code == 200
         assert REPLAYED not in answer.headers
@@ -199,13 +199,13 @@ def test_a_failed_request_stores_no_key(http: httpx.Client) -> None:
     taken = post(http, name, "take", third, min_count=1)
     assert ok(taken)["value"]["data"] == [2, 3]
     assert REPLAYED not in taken.headers
-    assert ok(http.post(f"{path}?epoch=1", json=ONES, headers=fourth))["epoch"] == 1
+    assert ok(http.post(f"{path}?step=1", json=ONES, headers=fourth))["step"] == 1
 
 
 def test_a_replay_ignores_the_current_state(http: httpx.Client, key: dict[str, str]) -> None:
     """The same request without the key would be refused now."""
     name = create(http)
-    path = f"/v1/buffers/{name}/accumulate?epoch=0"
+    path = f"/v1/buffers/{name}/accumulate?step=0"
     first = http.post(path, json=ONES, headers={**key, "If-Match": '"0-0"'})
     post(http, name, "zero")
     again = http.post(path, json=ONES, headers={**key, "If-Match": '"0-0"'})
@@ -227,10 +227,10 @@ def test_a_repeated_take_answers_the_same_value(http: httpx.Client, key: dict[st
     add(http, name, [7, 7])
     assert post(http, name, "take", own).content == first.content
     ok(post(http, name, "take"))
-    assert post(http, name, "take", own).content == first.content  # the store still keeps the epoch
+    assert post(http, name, "take", own).content == first.content  # the store still keeps the step
     ok(post(http, name, "take"))
-    assert_problem(post(http, name, "take", own), 410, "epoch_gone", name)
-    assert metadata(http, name)["epoch"] == 3
+    assert_problem(post(http, name, "take", own), 410, "step_gone", name)
+    assert metadata(http, name)["step"] == 3
 
 
 def test_a_repeated_take_of_a_lost_value_says_that_it_counted(http: httpx.Client, key: dict[str, str]) -> None:
@@ -240,10 +240,10 @@ def test_a_repeated_take_of_a_lost_value_says_that_it_counted(http: httpx.Client
     first = ok(http.post("/v1/buffers/take", json=naming(a, b), headers=key))["buffers"]
     http.delete(f"/v1/buffers/{a}")
     answer = http.post("/v1/buffers/take", json=naming(a, b), headers=key)
-    again = assert_problem(answer, 410, "epoch_gone", "counted once", f"'{a}'")
+    again = assert_problem(answer, 410, "step_gone", "counted once", f"'{a}'")
     receipts = {name: {what: one[what] for what in one if what != "value"} for name, one in first.items()}
     assert again["receipts"] == receipts
-    assert value(http, b, epoch=receipts[b]["epoch"]) == [3, 4]
+    assert value(http, b, step=receipts[b]["step"]) == [3, 4]
 
 
 def test_reading_values_ignores_the_key(http: httpx.Client, key: dict[str, str]) -> None:
@@ -317,7 +317,7 @@ def test_a_repeated_into_with_a_lost_input_has_a_small_answer_only(
     if then == "created again":
         create(http, source, shape=grad.shape, dtype=str(grad.dtype))
     if answer == "large":
-        problem = assert_problem(ask(), 410, "epoch_gone", "counted once", source)
+        problem = assert_problem(ask(), 410, "step_gone", "counted once", source)
         assert problem["receipts"] == {name: first["dW"]}
     else:
         again = ask()
@@ -350,7 +350,7 @@ def test_a_repeated_add_to_a_recreated_buffer_is_gone(http: httpx.Client, key: d
         assert http.delete(f"/v1/buffers/{third}").status_code == 204
     create(http, name, shape=[2])
     answer = http.post(path, json=body, headers=key, params=params)
-    problem = assert_problem(answer, 410, "epoch_gone", "counted once", name, "new key")
+    problem = assert_problem(answer, 410, "step_gone", "counted once", name, "new key")
     assert problem["buffer"] == name
     assert problem["receipts"][name]["count"] == 1
     assert metadata(http, name)["count"] == 0
@@ -422,7 +422,7 @@ def test_a_take_that_waits_twice_takes_once(http: httpx.Client, pool: ThreadPool
     assert [one.status_code for one in answers] == [200, 200]
     assert answers[0].content == answers[1].content
     assert sorted(REPLAYED in one.headers for one in answers) == [False, True]
-    assert metadata(http, name)["epoch"] == 1
+    assert metadata(http, name)["step"] == 1
 
 
 def test_retries_of_many_clients_count_once(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
@@ -479,5 +479,5 @@ def test_a_repeated_add_without_update_does_not_say_that_it_counted(http: httpx.
     assert http.delete(f"/v1/buffers/{name}").status_code == 204
     create(http, name, shape=[2])
     answer = http.post(path, json=body, headers=key, params={"do_update": False})
-    problem = assert_problem(answer, 410, "epoch_gone", "was made before")
+    problem = assert_problem(answer, 410, "step_gone", "was made before")
     assert "counted" not in problem["detail"]

@@ -14,11 +14,11 @@ import pytest
 
 from service.api.buffers.models import MAX_LISTED_BYTES
 from service.buffers import failpoints
-from service.buffers.epochs import MAX_CONTRIBUTORS_BYTES
 from service.buffers.memory import MemoryStore
 from service.buffers.names import BufferName
 from service.buffers.perform import MAX_CHANGED_BYTES
 from service.buffers.record import Record
+from service.buffers.steps import MAX_CONTRIBUTORS_BYTES
 from tests.api.calls import add, create, fresh, metadata, ok, state
 from tests.api.headers import KEY, REPLAYED
 from tests.api.test_memory import Memory
@@ -102,7 +102,7 @@ def step(client: httpx.Client, **parameters: list[str]) -> httpx.Response:
 
 STEPS: dict[str, Ask] = {
     "from": lambda client: step(client, **{"from": ["weights:p.*", "gradients:p.*"]}),
-    "from an epoch": lambda client: step(client, **{"from": ["weights:p.*", "gradients:p.*@0"]}),
+    "from a step": lambda client: step(client, **{"from": ["weights:p.*", "gradients:p.*@0"]}),
     "set": lambda client: step(client, **{"from": ["weights:p.*", "gradients:p.*"], "set": ["updated_weights:p.*"]}),
 }
 
@@ -139,7 +139,7 @@ def test_a_repeated_request_is_answered_after_a_limit_was_lowered(tmp_path: Path
             for name in names:
                 client.put(f"/v1/buffers/{name}", json={"shape": [1]})
             answers.append(client.post("/v1/buffers/zero", headers={KEY: "k"}, **request))
-            assert metadata(client, "p.2")["epoch"] == 1
+            assert metadata(client, "p.2")["step"] == 1
     first, again = answers
     assert (ok(again), again.headers[REPLAYED]) == (ok(first), "true")
 
@@ -206,7 +206,7 @@ HEAVY: dict[str, Ask] = {
     "rules": lambda client: client.patch("/v1/buffers?prefix=h.", json={"contributors": CROWD[1:]}),
     "delete": lambda client: client.delete("/v1/buffers?prefix=h."),
     "value": lambda client: client.post("/v1/buffers/value?prefix=h."),
-    "value of an epoch": lambda client: client.post("/v1/buffers/value?prefix=h.&epoch=0"),
+    "value of a step": lambda client: client.post("/v1/buffers/value?prefix=h.&step=0"),
     "statistics": lambda client: client.post("/v1/buffers/statistics?prefix=h."),
 }
 
@@ -275,5 +275,5 @@ def test_many_changes_that_nobody_awaits_are_dropped(tmp_path: Path, monkeypatch
             wait_until(lambda: in_flight(url) == 1)
             opened.set()
             assert first.result().status_code == 200
-        assert add(client, "p.0", [1]).json()["epoch"] == 0
-        assert ok(client.post("/v1/buffers/zero?prefix=p.", headers={KEY: "k"}))["buffers"]["p.299"]["epoch"] == 1
+        assert add(client, "p.0", [1]).json()["step"] == 0
+        assert ok(client.post("/v1/buffers/zero?prefix=p.", headers={KEY: "k"}))["buffers"]["p.299"]["step"] == 1

@@ -178,7 +178,7 @@ def test_a_request_alone_has_a_limit(tmp_path: Path) -> None:
         assert client.post("/v1/ops/GatherGrad?encoding=base64", content=content, headers=JSON).status_code == 200
         create(client, "a", (1 << 18,))
         assert_problem(client.post("/v1/buffers/a/take"), 413, "tensor_too_large")
-        assert metadata(client, "a")["epoch"] == 0
+        assert metadata(client, "a")["step"] == 0
 
 
 VIEWS = {"Slice": (["first", "last"], 1), "Split": (["lengths"], 2)}

@@ -204,7 +204,7 @@ def test_the_versions_and_the_process_are_told(url: str) -> None:
 @pytest.mark.parametrize(
     ("route", "head"),
     [
-        ("value", "GET /v1/buffers/a/value?epoch=0&timeout=60 HTTP/1.1\r\nHost: x\r\n\r\n"),
+        ("value", "GET /v1/buffers/a/value?step=0&timeout=60 HTTP/1.1\r\nHost: x\r\n\r\n"),
         ("accumulate", "POST /v1/buffers/a/accumulate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf"),
     ],
 )

@@ -276,7 +276,7 @@ def test_a_query_is_not_taken_for_parameters(client: httpx.Client) -> None:
     assert client.post(path, json=body).status_code == 200
     assert_error(client.post(f"{path}?axis=0", json=body), 400, "no query", '{"parameters": {"axis": 0}')
     wrong = {**body, "parameters": {"Axis": 0}}
-    assert_error(client.post(path, json=wrong), 400, "'Axis'", "one of axis, from, into, set, weight, epoch")
+    assert_error(client.post(path, json=wrong), 400, "'Axis'", "one of axis, from, into, set, weight, step")
 
 
 @pytest.mark.parametrize("value", ["-1", "x", "1.5", "0x10", "", "+5", "1e3", "٣", "9" * 19, "5, 5"])

@@ -30,7 +30,7 @@ EMPTY_GZIP = gzip.compress(b"{}")
 MANY_NAMES = b"{" + b",".join(b'"%d":1' % k for k in range(200_000)) + b"}"
 LARGE_INPUT = {"dY": {"shape": [1 << 40], "data": []}, "X": 1}
 LARGE_OUTPUT = {"shape": [1 << 62, 1], "indices": [0], "grad": [[1]]}
-PARAMETERS = "one of encoding, from, into, set, reduce, timeout, weight, epoch, contributor, axis"
+PARAMETERS = "one of encoding, from, into, set, reduce, timeout, weight, step, contributor, axis"
 FORM = "'application/x-www-form-urlencoded'"
 MEMBERS = "dtype, shape, data, base64"
 DEEP = b'{"X": 1, "dY": ' + b"[" * 65 + b"]" * 65 + b"}"
@@ -235,7 +235,7 @@ def test_every_error_code_has_a_test() -> None:
         "test_body.py": "request_timeout",
         "http/test_heads.py": "head_too_large",
         "test_buffers.py": "unknown_buffer buffer_exists precondition_failed store_full store_failed",
-        "test_buffers_epochs.py": "stale_epoch epoch_open epoch_gone too_few_gradients invalid_request",
+        "test_buffers_steps.py": "stale_step step_open step_gone too_few_gradients invalid_request",
         "test_buffers_rules.py": "duplicate_contributor",
         "test_buffers_values.py": "nothing_to_average nonfinite_gradient norm_too_large",
         "test_admission.py": "too_many_tensors busy expired",

@@ -153,7 +153,7 @@ def test_a_body_that_cannot_be_read_does_not_drop_the_push(
 
 
 def test_the_list_of_pushes(client: Client, name: str) -> None:
-    push(client, name, 1, {f"{name}a": [1, 2]}, epoch=0, contributor="ann", weight=0.5)
+    push(client, name, 1, {f"{name}a": [1, 2]}, step=0, contributor="ann", weight=0.5)
     (listed,) = client.get("/v1/pushes", params={"prefix": name}).json()["pushes"]
     began, expires = listed.pop("began_at"), listed.pop("expires_at")
     assert expires - began == 900
@@ -165,25 +165,25 @@ def test_the_list_of_pushes(client: Client, name: str) -> None:
         "count": 1,
         "buffers": [f"{name}a"],
         "weight": 0.5,
-        "epoch": 0,
+        "step": 0,
         "contributor": "ann",
         "refused": None,
     }
-    push(client, name, 2, {}, epoch=0, contributor="ann", weight=0.5)
+    push(client, name, 2, {}, step=0, contributor="ann", weight=0.5)
     assert client.get("/v1/pushes", params={"prefix": name}).json() == {"pushes": []}
 
 
 def test_a_take_may_answer_without_values(client: Client, name: str) -> None:
     client.post("/v1/buffers/accumulate", json={f"{name}a": [1, 2], f"{name}b": [3, 4]}).raise_for_status()
     answer = client.post("/v1/buffers/take", params={"prefix": name, "return": "receipt"}).json()
-    assert {(receipt["closed"], receipt["epoch"], "value" in receipt) for receipt in answer["buffers"].values()} == {
+    assert {(receipt["closed"], receipt["step"], "value" in receipt) for receipt in answer["buffers"].values()} == {
         (True, 0, False)
     }
-    read = client.post("/v1/buffers/value", params={"epoch": 0}, json={"names": [f"{name}b"]}).json()
+    read = client.post("/v1/buffers/value", params={"step": 0}, json={"names": [f"{name}b"]}).json()
     assert read["buffers"][f"{name}b"]["value"]["data"] == [3, 4]
     one = client.post(f"/v1/buffers/{name}a/take", params={"return": "receipt"}, headers={"Idempotency-Key": name})
     again = client.post(f"/v1/buffers/{name}a/take", params={"return": "receipt"}, headers={"Idempotency-Key": name})
-    assert (one.json()["epoch"], "value" in one.json(), again.json()) == (1, False, one.json())
+    assert (one.json()["step"], "value" in one.json(), again.json()) == (1, False, one.json())
 
 
 def test_a_push_can_be_forgotten(client: Client, name: str) -> None:

@@ -27,7 +27,7 @@ LIMITS = Limits(max_tensor_bytes=1 << 20)
 
 def imported(path: Path, spec: str) -> dict[str, Any] | None:
     """Return the specification that the file has after its import; None if it is refused."""
-    state = f'{{"spec": {spec}, "epoch": 0, "version": 0, "count": 0, "weight": 0, "created": 1}}'
+    state = f'{{"spec": {spec}, "step": 0, "version": 0, "count": 0, "weight": 0, "created": 1}}'
     save_file({"a": np.zeros(2, np.float32)}, path, {"buffers": f'{{"a": {state}}}'})
     try:
         ((restored,), _) = read(path, LIMITS, 200)
@@ -65,7 +65,7 @@ def test_a_rule_that_can_change_keeps_to_the_table(client: httpx.Client) -> None
             assert status == (200 if text == "null" and RULES[member].default is None else 422), (member, text)
 
 
-def test_a_file_with_more_contributors_than_an_epoch_takes_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_more_contributors_than_an_step_takes_is_refused(tmp_path: Path) -> None:
     spec = {"shape": [2], "dtype": "float32", "keep": 1000, "contributors": [str(number) for number in range(21)]}
     assert imported(tmp_path / "file", json.dumps(spec)) is None
     assert imported(tmp_path / "file", json.dumps({**spec, "keep": 900})) is not None

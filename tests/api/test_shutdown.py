@@ -94,7 +94,7 @@ def test_requests_in_flight_are_finished(server: Server) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_long_polls_end_when_the_server_stops(server: Server, number: signal.Signals) -> None:
-    paths = ["/v1/buffers/a/value?epoch=0&timeout=300", "/v1/buffers/a/value?epoch=5&timeout=300"]
+    paths = ["/v1/buffers/a/value?step=0&timeout=300", "/v1/buffers/a/value?step=5&timeout=300"]
     with ThreadPoolExecutor(4) as pool, httpx.Client(base_url=server.url, timeout=60) as client:
         waiting = [pool.submit(client.get, path) for path in paths]
         waiting.append(pool.submit(client.post, "/v1/buffers/a/take?min_count=3&timeout=300"))

@@ -25,16 +25,16 @@ class Watched(MemoryStore):
         self.reads: list[list[str]] = []
         self.meanwhile: Any = None
 
-    def durable(self, names: Sequence[str], epoch: int | None = None) -> list[Record]:
-        found = super().durable(names, epoch)
+    def durable(self, names: Sequence[str], step: int | None = None) -> list[Record]:
+        found = super().durable(names, step)
         if self.meanwhile is not None:
             self.meanwhile()
             self.meanwhile = None
         return found
 
-    def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
+    def read(self, names: Sequence[str], step: int | None = None) -> list[Snapshot]:
         self.reads.append([*names])
-        return super().read(names, epoch)
+        return super().read(names, step)
 
 
 class FakeCall:

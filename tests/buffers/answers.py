@@ -59,11 +59,11 @@ def _zero_none(store: Store) -> Outcome:
 
 ANSWERS: dict[str, Callable[[Store], Any]] = {
     "durable": lambda store: store.durable(["w"]),
-    "durable of an epoch": lambda store: store.durable(["w"], 0),
+    "durable of a step": lambda store: store.durable(["w"], 0),
     "records": lambda store: store.records(),
     "names": lambda store: store.names(""),
     "read": lambda store: store.read(["w"])[0].receipt(),
-    "read of an epoch": lambda store: store.read(["w"], 0)[0].receipt(),
+    "read of a step": lambda store: store.read(["w"], 0)[0].receipt(),
     "recall": lambda store: store.recall(key(caller=store.namespace), ["w"]),
     "pushes": lambda store: store.pushes(),
     "graph": lambda store: store.graph("g"),

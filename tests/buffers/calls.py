@@ -66,7 +66,7 @@ def send_part(
     push: str = "p",
     parts: int = 2,
     weight: float = 1.0,
-    epoch: int | None = None,
+    step: int | None = None,
     contributor: str | None = None,
     most: int = 1 << 14,
     request: str = "",
@@ -76,8 +76,8 @@ def send_part(
         [(name, getattr(each, "tolist", lambda each=each: each)()) for name, each in gradients.items()]
     )
     mark = f"{hash(text):+x}".encode().ljust(16)[:16]
-    place = Part(push, number, parts, store.namespace, mark, PUSH_SECONDS, weight, epoch, contributor, most)
-    more: dict[str, Any] = {"weight": weight, "epoch": epoch, "contributor": contributor}
+    place = Part(push, number, parts, store.namespace, mark, PUSH_SECONDS, weight, step, contributor, most)
+    more: dict[str, Any] = {"weight": weight, "step": step, "contributor": contributor}
     numbers = {
         name: each if isinstance(each, Rows | np.ndarray) else np.asarray(each, np.float32)
         for name, each in gradients.items()
@@ -91,8 +91,8 @@ def part(store: Store, *arguments: Any, **more: Any) -> Outcome:
     return send_part(store, *arguments, **more).result(PATIENCE)
 
 
-def value(store: Store, name: str, epoch: int | None = None) -> Array:
-    (snapshot,) = store.read([name], epoch)
+def value(store: Store, name: str, step: int | None = None) -> Array:
+    (snapshot,) = store.read([name], step)
     return snapshot.value
 
 
@@ -100,8 +100,8 @@ def state(store: Store) -> dict[str, tuple[Record, list[bytes]]]:
     """Return the record and the bytes of every readable value of each buffer."""
     found = {}
     for record in store.records():
-        epochs = [None, *(one.epoch for one in record.closed)]
-        found[record.name] = (record, [value(store, record.name, epoch).tobytes() for epoch in epochs])
+        steps = [None, *(one.step for one in record.closed)]
+        found[record.name] = (record, [value(store, record.name, step).tobytes() for step in steps])
     return found
 
 
@@ -114,7 +114,7 @@ def fails_alone(store: Store, error: type[GradserveError], *changes: Change) -> 
     return caught.value
 
 
-def told(name: str, epoch: int, version: int, count: int, weight: float, **more: Any) -> dict[str, Any]:
+def told(name: str, step: int, version: int, count: int, weight: float, **more: Any) -> dict[str, Any]:
     """Return the receipt of a change that leaves the buffer in this state."""
-    state = {"epoch": epoch, "version": version, "count": count, "weight": weight}
+    state = {"step": step, "version": version, "count": count, "weight": weight}
     return {"name": name, "updated": True, "closed": False, **state, **more}

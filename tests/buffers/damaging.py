@@ -118,8 +118,8 @@ def use_namespace(store: LmdbStore, errors: Errors) -> None:
     errors.attempt(store.read, NAMES)
     for name in (*NAMES[::8], "large", "middle"):
         errors.attempt(store.record, name)
-        for epoch in (None, 0, 2):
-            errors.attempt(store.read, [name], epoch)
+        for step in (None, 0, 2):
+            errors.attempt(store.read, [name], step)
     errors.attempt(store.pushes)
     for number in (1, 2):
         errors.attempt(lambda number: part(store, number, {}, push="stays", request="one"), number)

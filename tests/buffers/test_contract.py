@@ -18,15 +18,7 @@ from service.buffers.perform import Outcome, Request
 from service.buffers.record import Record
 from service.buffers.restore import Restore
 from service.buffers.store import Store
-from service.errors import (
-    BufferExists,
-    EpochGone,
-    EpochOpen,
-    PreconditionFailed,
-    StaleEpoch,
-    StoreFailed,
-    UnknownBuffer,
-)
+from service.errors import BufferExists, PreconditionFailed, StaleStep, StepGone, StepOpen, StoreFailed, UnknownBuffer
 from tests.buffers.answers import ANSWERS, LOOKS, prepare
 from tests.buffers.calls import LARGE, add, create, do, fails_alone, key, ones, spec, state, value
 from tests.buffers.stores import PATIENCE, Clock, open_lmdb
@@ -43,9 +35,9 @@ def test_a_new_buffer_is_zero(store: Store, clock: Clock) -> None:
     unset = dict.fromkeys(
         ["deadline_seconds", "quorum_weight", "contributors", "closed_at", "deadline_at", "missing", "missing_since"]
     )
-    counts = {"epoch": 0, "version": 0, "count": 0, "weight": 0.0, "min_count": 1, "per_contributor": 1}
+    counts = {"step": 0, "version": 0, "count": 0, "weight": 0.0, "min_count": 1, "per_contributor": 1}
     times = {"created_at": clock.now, "updated_at": clock.now, "expires_at": clock.now + 60}
-    expected = {**form, **rules, **unset, **counts, **times, "closed_epochs": [], "contributors_in": {}}
+    expected = {**form, **rules, **unset, **counts, **times, "closed_steps": [], "contributors_in": {}}
     assert outcome == Outcome({"a": {**expected, "created": True}})
     assert store.record("a").as_json() == expected
     assert_same_bits(value(store, "a"), np.zeros((2, 3), np.float16))
@@ -128,22 +120,22 @@ def test_a_deleted_buffer_is_gone_and_can_be_created_again(store: Store) -> None
     do(store, Take(name="a"))
     add(store, "a", [3, 4])
     receipt = do(store, Delete(name="a")).receipts["a"]
-    assert (receipt["updated"], receipt["epoch"], receipt["count"]) == (True, 1, 1)
+    assert (receipt["updated"], receipt["step"], receipt["count"]) == (True, 1, 1)
     with pytest.raises(UnknownBuffer):
         store.record("a")
     assert [record.name for record in store.records()] == ["b"]
     create(store, "a", shape=(3,), dtype="float64")
     assert_same_bits(value(store, "a"), np.zeros(3))
-    with pytest.raises(EpochOpen):
+    with pytest.raises(StepOpen):
         store.read(["a"], 0)
 
 
 def test_a_buffer_is_restored_as_it_was(store: Store, clock: Clock) -> None:
     rules = spec((2, 2), "float16", quorum=9, keep=2)
-    saved = Record(BufferName("", "a"), rules, 0, 5.0, 6.0, epoch=4, version=30, count=3, weight=1.5)
+    saved = Record(BufferName("", "a"), rules, 0, 5.0, 6.0, step=4, version=30, count=3, weight=1.5)
     numbers = np.array([[-0.0, np.nan], [np.inf, 0.1]], np.float16)
     receipt = do(store, Restore(name="a", record=saved, value=numbers)).receipts["a"]
-    assert (receipt["epoch"], receipt["version"], receipt["count"], receipt["weight"]) == (4, 30, 3, 1.5)
+    assert (receipt["step"], receipt["version"], receipt["count"], receipt["weight"]) == (4, 30, 3, 1.5)
     assert replace(store.record("a"), id=0, value=None) == replace(saved, updated=clock.now)
     assert_same_bits(value(store, "a"), numbers)
     fails_alone(store, BufferExists, Restore(name="a", record=saved, value=numbers))
@@ -161,9 +153,9 @@ def test_an_expired_buffer_is_gone(store: Store, clock: Clock) -> None:
     clock.advance(0.25)
     with pytest.raises(UnknownBuffer):
         store.record("a")
-    for epoch in (None, 0, 1):
+    for step in (None, 0, 1):
         with pytest.raises(UnknownBuffer):
-            store.read(["a"], epoch)
+            store.read(["a"], step)
     assert [record.name for record in store.records()] == ["b"]
     for make in MATCHABLE[:4]:
         for more in [{}, {"match": frozenset({"*"})}]:
@@ -393,7 +385,7 @@ def test_the_generation_stays_while_nothing_changes(store: Store) -> None:
         before = store.generation()
         store.read(["a"])
         store.records()
-        fails_alone(store, StaleEpoch, Add(name="a", gradient=ones(2), epoch=3))
+        fails_alone(store, StaleStep, Add(name="a", gradient=ones(2), step=3))
         return store.generation() == before
 
     wait_until(stays)
@@ -479,6 +471,6 @@ def test_a_durable_buffer_is_as_it_is_looked_at(store: Store) -> None:
     assert store.durable(["b", "a"]) == [store.record("b"), store.record("a")]
     assert store.durable(["a"], 1) == [store.record("a")]
     assert store.durable([]) == []
-    for names, epoch, error in ((["a", "c"], None, UnknownBuffer), (["a", "b"], 1, EpochOpen), (["a"], 0, EpochGone)):
+    for names, step, error in ((["a", "c"], None, UnknownBuffer), (["a", "b"], 1, StepOpen), (["a"], 0, StepGone)):
         with pytest.raises(error):
-            store.durable(names, epoch)
+            store.durable(names, step)

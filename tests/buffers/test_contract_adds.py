@@ -45,7 +45,7 @@ def test_an_add_equals_in_place_accumulator(store: Store, dtype: Any, gradient_d
         expected = in_place_accumulator(expected, gradient)
         receipt = add(store, "a", gradient)
         assert_same_bits(value(store, "a"), expected)
-        assert receipt == told("a", epoch=0, version=seed + 1, count=seed + 1, weight=seed + 1)
+        assert receipt == told("a", step=0, version=seed + 1, count=seed + 1, weight=seed + 1)
 
 
 @every_pair
@@ -131,7 +131,7 @@ def test_an_add_without_update_changes_nothing(store: Store, module_clock: Clock
     before = state(store)
     module_clock.advance(1)
     outcome = do(store, Add(name="a", gradient=ones(7, 7), do_update=False, want_value=True))
-    assert outcome.receipts["a"] == told("a", epoch=0, version=1, count=1, weight=0.5, updated=False)
+    assert outcome.receipts["a"] == told("a", step=0, version=1, count=1, weight=0.5, updated=False)
     assert outcome.values["a"].tolist() == [0.5, 1.0]
     assert state(store) == before
 

@@ -63,7 +63,7 @@ def test_a_damaged_value_can_be_replaced(reopen_damaged: Reopen, how: str, eleme
     assert_same_bits(value(store, "a"), np.zeros(elements, np.float32) if how == "zero" else numbers)
 
 
-def test_a_damaged_closed_epoch_harms_no_other_epoch(reopen_damaged: Reopen) -> None:
+def test_a_damaged_closed_step_harms_no_other_step(reopen_damaged: Reopen) -> None:
     store = reopen_damaged()
     create(store, "a", shape=(600,), keep=2)
     numbers = np.random.default_rng(1).normal(size=600).astype(np.float32)

@@ -189,7 +189,7 @@ def test_a_request_with_a_key_is_made_once(store: Store, clock: Clock) -> None:
     put(store)
     assert delete(store, key=key("delete")).replayed
     assert content(store) == SMALL
-    with pytest.raises(errors.EpochGone, match="for a graph 'mlp' that no longer exists") as caught:
+    with pytest.raises(errors.StepGone, match="for a graph 'mlp' that no longer exists") as caught:
         put(store, "mlp", SMALL, creation, key=key("put"))
     assert caught.value.context == {"graph": "mlp"}
     clock.advance(KEY_SECONDS)

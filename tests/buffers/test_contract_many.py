@@ -7,9 +7,9 @@ import pytest
 from service import errors
 from service.buffers import perform
 from service.buffers.changes import Add, Create, Take, Zero
-from service.buffers.epochs import MAX_CONTRIBUTORS_BYTES, MAX_KEPT_CONTRIBUTORS_BYTES
 from service.buffers.perform import Request, Wide
 from service.buffers.rules import SetRules
+from service.buffers.steps import MAX_CONTRIBUTORS_BYTES, MAX_KEPT_CONTRIBUTORS_BYTES
 from service.buffers.store import Store
 from tests.buffers.calls import add, create, do, ones, spec, state
 from tests.buffers.stores import PATIENCE, Clock
@@ -19,7 +19,7 @@ CROWD = tuple(f"{number:0100}" for number in range(MAX_CONTRIBUTORS_BYTES // 100
 
 
 @pytest.mark.parametrize("keep", [1, 1000])
-def test_the_names_of_contributors_to_an_epoch_are_bounded_in_bytes(store: Store, keep: int) -> None:
+def test_the_names_of_contributors_to_an_step_are_bounded_in_bytes(store: Store, keep: int) -> None:
     most = min(MAX_CONTRIBUTORS_BYTES, MAX_KEPT_CONTRIBUTORS_BYTES // keep)
     create(store, "a", keep=keep, per_contributor=2)
     record = store.record("a").changed(contributors_in={"x" * (most - 3): 1, "y": 1})

@@ -20,7 +20,6 @@ from service.buffers.store import Store
 from service.errors import (
     BufferCorrupt,
     DuplicateContributor,
-    EpochGone,
     GradserveError,
     Invalid,
     InvalidParameter,
@@ -30,7 +29,8 @@ from service.errors import (
     NormTooLarge,
     PushesFull,
     ShapeMismatch,
-    StaleEpoch,
+    StaleStep,
+    StepGone,
     TooManyTensors,
     UnknownBuffer,
 )
@@ -127,7 +127,7 @@ def test_a_push_without_tensors_is_refused(namespace: Store) -> None:
     [
         (UnknownBuffer, {"a": 1, "other": 1}, {}, {}),
         (ShapeMismatch, {"a": [1, 2, 3]}, {}, {}),
-        (StaleEpoch, {"a": 1}, {}, {"epoch": 7}),
+        (StaleStep, {"a": 1}, {}, {"step": 7}),
         (DuplicateContributor, {"a": 1}, {}, {"contributor": "ann"}),
         (NonfiniteGradient, {"a": [1, np.nan]}, {"nonfinite": "reject"}, {}),
         (NormTooLarge, {"a": [3, 4]}, {"max_norm": 4.9}, {}),
@@ -139,12 +139,12 @@ def test_a_push_without_tensors_is_refused(namespace: Store) -> None:
 def test_a_refused_part_drops_the_push(
     namespace: Store, error: type[GradserveError], gradients: Any, rules: Any, more: dict[str, Any]
 ) -> None:
-    same = {name: more[name] for name in ("epoch", "contributor") if name in more}
+    same = {name: more[name] for name in ("step", "contributor") if name in more}
     create(namespace, "a", **rules)
     create(namespace, "first")
     if "contributor" in more:
         add(namespace, "a", 0, contributor="ann")
-    if "epoch" not in more:
+    if "step" not in more:
         part(namespace, 1, {"first": 1}, **same)
     why = refused(error, namespace, 2, gradients, **more)
     for number, each in ((2, gradients), (1, {"first": 1}), (0, {})):
@@ -157,12 +157,12 @@ def test_a_refused_part_drops_the_push(
 
 def test_a_push_that_is_late_counts_nowhere(namespace: Store) -> None:
     create(namespace, "a", "b", quorum=2)
-    part(namespace, 1, {"a": 1}, epoch=0)
+    part(namespace, 1, {"a": 1}, step=0)
     for name in ("a", "b"):
         add(namespace, name, 10)
         add(namespace, name, 10)
-    refused(StaleEpoch, namespace, 2, {}, epoch=0)
-    refused(StaleEpoch, namespace, 2, {"b": 1}, epoch=0)
+    refused(StaleStep, namespace, 2, {}, step=0)
+    refused(StaleStep, namespace, 2, {"b": 1}, step=0)
     assert value(namespace, "a", 0).tolist() == value(namespace, "b", 0).tolist() == [20, 20]
     assert value(namespace, "a").tolist() == [0, 0]
 
@@ -208,7 +208,7 @@ def test_a_complete_push_does_not_answer_for_another_buffer(namespace: Store) ->
     do(namespace, Delete(name="a"))
     assert part(namespace, 1, {"a": 1}, parts=1).replayed
     create(namespace, "a")
-    refused(EpochGone, namespace, 1, {"a": 1}, parts=1)
+    refused(StepGone, namespace, 1, {"a": 1}, parts=1)
 
 
 def test_the_norm_is_that_of_all_gradients_with_a_limit(namespace: Store) -> None:
@@ -278,11 +278,11 @@ def test_a_sum_that_is_not_finite_drops_the_push(namespace: Store) -> None:
     assert value(namespace, "b").tolist() == [1, 1]
 
 
-def test_the_last_push_closes_an_epoch(namespace: Store) -> None:
+def test_the_last_push_closes_an_step(namespace: Store) -> None:
     create(namespace, "a", "b", quorum=2, contributors=("ann", "bob"))
     for name in ("ann", "bob"):
-        part(namespace, 1, {"a": [1, 2]}, push=name, contributor=name, epoch=0)
-        outcome = part(namespace, 2, {"b": [3, 4]}, push=name, contributor=name, epoch=0)
+        part(namespace, 1, {"a": [1, 2]}, push=name, contributor=name, step=0)
+        outcome = part(namespace, 2, {"b": [3, 4]}, push=name, contributor=name, step=0)
     assert all(
         receipt["closed"] and receipt["contributors"] == {"ann": 1, "bob": 1} for receipt in outcome.receipts.values()
     )
@@ -344,7 +344,7 @@ def test_a_push_is_forgotten_in_time(store: Store, clock: Clock) -> None:
         "bytes": 4 * LARGE,
         "buffers": ["a"],
         "weight": 1.0,
-        "epoch": None,
+        "step": None,
         "contributor": None,
         "began_at": clock.now,
         "expires_at": clock.now + PUSH_SECONDS,

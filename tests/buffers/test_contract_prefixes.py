@@ -59,7 +59,7 @@ def test_it_sees_the_requests_before_it(store: Store) -> None:
     futures = [store.submit(request) for request in one]
     receipts = [list(future.result(PATIENCE).receipts) for future in futures]
     assert receipts == [["p.c"], ["p.a"], ["p.b", "p.c"], ["p.b"], ["p.b"], ["p.b"], ["p.d"]]
-    found = {record.name: (record.epoch, record.spec.quorum) for record in store.records()}
+    found = {record.name: (record.step, record.spec.quorum) for record in store.records()}
     assert found == {"p.b": (1, 2), "p.d": (0, None)}
 
 
@@ -104,7 +104,7 @@ def test_a_repeated_take_answers_for_the_same_buffers(store: Store) -> None:
     again = make(store, wide("p.", Take, key=key()))
     assert (again.receipts, again.replayed) == (first.receipts, True)
     assert list(again.values) == ["p.a"]
-    assert store.record("p.b").epoch == 0
+    assert store.record("p.b").step == 0
     with pytest.raises(KeyReused):
         do(store, Take(name="p.a"), key=key(request="for one name"))
 
@@ -135,11 +135,11 @@ def test_a_prefix_without_buffers_can_be_an_error(store: Store, clock: Clock, un
     assert list(make(store, wide("p.", Take, may_fit_none=False, key=key())).receipts) == ["p.a"]
 
 
-def test_rules_close_the_epochs_that_fulfil_them(store: Store) -> None:
+def test_rules_close_the_steps_that_fulfil_them(store: Store) -> None:
     create(store, "p.a", "p.b")
     add(store, "p.a", [1, 2])
     done = make(store, wide("p.", SetRules, rules={"quorum": 1}, want_metadata=False)).receipts
-    assert [(one["updated"], one["closed"], one.get("closed_by"), one["epoch"]) for one in done.values()] == [
+    assert [(one["updated"], one["closed"], one.get("closed_by"), one["step"]) for one in done.values()] == [
         (True, True, "quorum", 0),
         (True, False, None, 0),
     ]

@@ -62,8 +62,8 @@ FAILURES: list[tuple[type[errors.GradserveError], Change]] = [
     (errors.PreconditionFailed, Delete(name="last", match=frozenset({'"9-9"'}))),
     (errors.PreconditionFailed, Create(name="nowhere", spec=spec(), match=frozenset({"*"}))),
     (errors.BufferExists, Create(name="last", spec=spec((9,)))),
-    (errors.StaleEpoch, Add(name="last", gradient=ones(2), epoch=0)),
-    (errors.StaleEpoch, Add(name="last", gradient=ones(2), epoch=2)),
+    (errors.StaleStep, Add(name="last", gradient=ones(2), step=0)),
+    (errors.StaleStep, Add(name="last", gradient=ones(2), step=2)),
     (errors.InvalidParameter, Add(name="last", gradient=ones(2), weight=np.nan)),
     (errors.ShapeMismatch, Add(name="last", gradient=ones(3))),
     (errors.TooFewGradients, Take(name="last", min_count=2)),
@@ -164,7 +164,7 @@ def test_a_repeated_take_answers_the_same_value(store: Store) -> None:
     assert_same_bits(do(store, *changes, key=key()).values["a"], gradient)
 
 
-def test_a_repeated_add_that_closed_the_epoch_answers_the_same_value(store: Store) -> None:
+def test_a_repeated_add_that_closed_the_step_answers_the_same_value(store: Store) -> None:
     create(store, "a", quorum=2)
     add(store, "a", [1, 2])
     change = Add(name="a", gradient=ones(2), want_value=True)
@@ -180,7 +180,7 @@ def test_a_take_repeated_too_late_finds_no_value(store: Store) -> None:
     do(store, Take(name="a"), key=key())
     do(store, Take(name="a"))
     before = state(store)
-    with pytest.raises(errors.EpochGone):
+    with pytest.raises(errors.StepGone):
         do(store, Take(name="a"), key=key())
     assert state(store) == before
 
@@ -199,7 +199,7 @@ def test_a_take_repeated_after_its_buffer_has_gone_finds_no_value(store: Store, 
         add(store, "a", [5, 5])
     if since.endswith("taken"):
         do(store, Take(name="a"))
-    with pytest.raises((errors.EpochGone, errors.UnknownBuffer)):
+    with pytest.raises((errors.StepGone, errors.UnknownBuffer)):
         do(store, Take(name="a"), key=key())
 
 

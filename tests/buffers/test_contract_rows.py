@@ -139,7 +139,7 @@ def test_rules_hold_for_rows(store: Store) -> None:
         ]
         == 6.0
     )
-    fails_alone(store, errors.StaleEpoch, Add(name="named", gradient=rows([0], [[1, 1]]), epoch=1))
+    fails_alone(store, errors.StaleStep, Add(name="named", gradient=rows([0], [[1, 1]]), step=1))
     add(store, "named", rows([0], [[1, 1]]), contributor="ann")
     fails_alone(store, errors.DuplicateContributor, Add(name="named", gradient=rows([0], [[1, 1]]), contributor="ann"))
     receipt = add(store, "named", rows([0, -1], [[1, 1], [2, 3]]), weight=2.0, contributor="bob")

@@ -1,4 +1,4 @@
-"""The contract of every store for what ends an epoch, and for contributors."""
+"""The contract of every store for what ends a step, and for contributors."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 
 from service import errors
 from service.buffers.changes import Add, Create, Delete, Take, Zero
-from service.buffers.epochs import MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS
 from service.buffers.names import BufferName
 from service.buffers.record import Record
 from service.buffers.restore import Restore
 from service.buffers.rules import CloseIfDue, SetRules
+from service.buffers.steps import MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS
 from service.buffers.store import Store
 from tests.buffers.calls import add, create, do, fails_alone, key, ones, spec, value
 from tests.buffers.postgres import until
 from tests.buffers.stores import Clock
 
 
-def closing(store: Store, epoch: int = 0, name: str = "a") -> dict[str, Any]:
-    """Return the receipt of a closed epoch."""
-    (snapshot,) = store.read([name], epoch)
+def closing(store: Store, step: int = 0, name: str = "a") -> dict[str, Any]:
+    """Return the receipt of a closed step."""
+    (snapshot,) = store.read([name], step)
     return snapshot.receipt()
 
 
@@ -45,7 +45,7 @@ def test_contributors_are_listed(store: Store) -> None:
         ["y", "z"],
         ["x", "y", "z"],
     )
-    with pytest.raises(errors.EpochOpen, match=r"; y and z are missing$") as caught:
+    with pytest.raises(errors.StepOpen, match=r"; y and z are missing$") as caught:
         store.read(["a"], 0)
     assert caught.value.context["missing"] == ["y", "z"]
     receipt = add(store, "a", [1, 2], contributor="guest")
@@ -55,12 +55,12 @@ def test_contributors_are_listed(store: Store) -> None:
     assert store.record("a").as_json()["missing"] == ["x", "y", "z"]
 
 
-def test_an_open_epoch_without_missing_contributors_says_so(store: Store) -> None:
+def test_an_open_step_without_missing_contributors_says_so(store: Store) -> None:
     """It waits for more gradients of those who are in, or of others."""
     create(store, "a", quorum=3, contributors=("x", "y"), per_contributor=2)
     for name in "xy":
         add(store, "a", [1, 2], contributor=name)
-    with pytest.raises(errors.EpochOpen, match="count is 2 of 3; all expected contributors are in$") as caught:
+    with pytest.raises(errors.StepOpen, match="count is 2 of 3; all expected contributors are in$") as caught:
         store.read(["a"], 0)
     assert caught.value.context["missing"] == []
 
@@ -72,7 +72,7 @@ def missing(store: Store) -> Any:
     return known["missing_since"]
 
 
-def test_those_of_the_last_epoch_are_missing_as_long_as_nobody_else_is_in(store: Store, clock: Clock) -> None:
+def test_those_of_the_last_step_are_missing_as_long_as_nobody_else_is_in(store: Store, clock: Clock) -> None:
     create(store, "a", quorum=3)
     add(store, "a", [1, 2], contributor="x")
     assert missing(store) is None
@@ -97,10 +97,10 @@ def test_those_of_the_last_epoch_are_missing_as_long_as_nobody_else_is_in(store:
     do(store, Take(name="a"))
     assert missing(store) == dict.fromkeys(["x", "guest"], clock.now)
     do(store, Take(name="a"))
-    assert missing(store) is None, "the last epoch had no contributors"
+    assert missing(store) is None, "the last step had no contributors"
 
 
-def test_a_contributor_is_missing_since_the_end_of_its_last_epoch(store: Store, clock: Clock) -> None:
+def test_a_contributor_is_missing_since_the_end_of_its_last_step(store: Store, clock: Clock) -> None:
     create(store, "a", contributors=("x", "y"), ttl_seconds=1000.0)
     created = clock.now
     assert missing(store) == {"x": created, "y": created}
@@ -132,11 +132,11 @@ def test_too_few_gradients_names_the_missing(store: Store) -> None:
     add(store, "a", [1, 2], contributor="x")
     error = fails_alone(store, errors.TooFewGradients, Take(name="a", min_count=2))
     assert error.detail.endswith("; y is missing")
-    assert error.context == {"buffer": "a", "epoch": 0, "count": 1, "min_count": 2, "missing": ["y"]}
+    assert error.context == {"buffer": "a", "step": 0, "count": 1, "min_count": 2, "missing": ["y"]}
     do(store, SetRules(name="a", rules={"quorum": 2}))
     create(store, "b", quorum=3)
     error = fails_alone(store, errors.TooFewGradients, Take(name="a"), Take(name="b", min_count=2))
-    assert error.context == {"buffer": "b", "epoch": 0, "count": 0, "min_count": 2, "quorum": 3}
+    assert error.context == {"buffer": "b", "step": 0, "count": 0, "min_count": 2, "quorum": 3}
 
 
 @pytest.mark.parametrize("limit", [1, 3])
@@ -146,7 +146,7 @@ def test_a_contributor_adds_only_so_often(store: Store, limit: int) -> None:
     for _ in range(limit):
         do(store, again)
     error = fails_alone(store, errors.DuplicateContributor, again)
-    assert error.context == {"buffer": "a", "epoch": 0, "count": limit}
+    assert error.context == {"buffer": "a", "step": 0, "count": limit}
     add(store, "a", [1, 2], contributor="y")
     do(store, Zero(name="a"))
     assert do(store, again).receipts["a"]["count"] == 1
@@ -170,7 +170,7 @@ def test_a_repeated_request_is_no_duplicate(store: Store) -> None:
 
 @pytest.mark.parametrize("closes", [0, 3, 6])
 def test_the_receipts_of_many_buffers_are_replayed(store: Store, closes: int) -> None:
-    """Receipts that say what closed the epoch, and receipts of running epochs, in one request."""
+    """Receipts that say what closed the step, and receipts of running steps, in one request."""
     names = [f"n{number}" for number in range(6)]
     for number, name in enumerate(names):
         create(store, name, quorum=1 if number < closes else None)
@@ -200,13 +200,13 @@ def test_an_add_that_changes_nothing_has_no_contributor(store: Store) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 1000])
-def test_an_epoch_has_a_bounded_number_of_contributors(store: Store, keep: int) -> None:
+def test_an_step_has_a_bounded_number_of_contributors(store: Store, keep: int) -> None:
     most = min(MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS // keep)
     create(store, "a", keep=keep)
     record = store.record("a")
     crowd = {f"rank{number}": 1 for number in range(most)}
     change = Add(name="a", gradient=ones(2), contributor="one more")
-    with pytest.raises(errors.InvalidParameter, match=f"'one more', but epoch 0 of 'a' has {most} contributors"):
+    with pytest.raises(errors.InvalidParameter, match=f"'one more', but step 0 of 'a' has {most} contributors"):
         change.admit(record.changed(contributors_in=crowd))
     change.admit(record.changed(contributors_in=dict([*crowd.items()][1:])))
 
@@ -214,10 +214,10 @@ def test_an_epoch_has_a_bounded_number_of_contributors(store: Store, keep: int) 
 # ----- weight -----
 
 
-def test_the_quorum_of_weight_closes_the_epoch(store: Store) -> None:
+def test_the_quorum_of_weight_closes_the_step(store: Store) -> None:
     create(store, "a", quorum_weight=10.0)
     assert not add(store, "a", [1, 2], weight=6.0)["closed"]
-    with pytest.raises(errors.EpochOpen, match=r"its weight 6.0 of 10.0"):
+    with pytest.raises(errors.StepOpen, match=r"its weight 6.0 of 10.0"):
         store.read(["a"], 0)
     receipt = add(store, "a", [1, 2], weight=5.0)
     assert (receipt["closed"], receipt["closed_by"], receipt["count"], receipt["weight"]) == (True, "quorum", 2, 11.0)
@@ -236,14 +236,14 @@ def test_a_weight_that_is_a_billionth_short_does_not_reach_the_quorum(store: Sto
     create(store, "a", quorum_weight=2.0)
     assert not add(store, "a", [0, 0], weight=2 - 3e-9)["closed"]
     do(store, SetRules(name="a", rules={"quorum_weight": 2 - 2e-9}))
-    assert store.record("a").epoch == 1
+    assert store.record("a").step == 1
 
 
 # ----- deadlines -----
 
 
-def test_a_deadline_closes_the_epoch(store: Store, clock: Clock) -> None:
-    """The deadline counts from the first add, and the next epoch has one of its own."""
+def test_a_deadline_closes_the_step(store: Store, clock: Clock) -> None:
+    """The deadline counts from the first add, and the next step has one of its own."""
     create(store, "a", deadline_seconds=10.0, quorum=5)
     begun = clock.now
     assert store.record("a").as_json()["deadline_at"] is None
@@ -253,10 +253,10 @@ def test_a_deadline_closes_the_epoch(store: Store, clock: Clock) -> None:
     assert store.record("a").as_json()["deadline_at"] == begun + 10
     clock.advance(1.999)
     settle(store, "a")
-    assert store.record("a").epoch == 0
+    assert store.record("a").step == 0
     clock.advance(0.002)
     receipt = add(store, "a", [5, 5])
-    assert (receipt["epoch"], receipt["count"], receipt["version"]) == (1, 1, 4)
+    assert (receipt["step"], receipt["count"], receipt["version"]) == (1, 1, 4)
     old = closing(store)
     assert (old["closed_by"], old["count"], old["weight"], old["version"]) == ("deadline", 2, 2.0, 3)
     assert old["contributors"] == {f"{begun}": 1, f"{begun + 4}": 1}
@@ -264,24 +264,24 @@ def test_a_deadline_closes_the_epoch(store: Store, clock: Clock) -> None:
     assert store.record("a").deadline_at == clock.now + 10
 
 
-def test_an_epoch_without_adds_has_no_deadline(store: Store, clock: Clock) -> None:
+def test_an_step_without_adds_has_no_deadline(store: Store, clock: Clock) -> None:
     create(store, "a", deadline_seconds=10.0)
     clock.advance(100)
     settle(store, "a")
-    assert store.record("a").epoch == 0
+    assert store.record("a").step == 0
     add(store, "a", [1, 2])
     do(store, Zero(name="a"))
     clock.advance(100)
     settle(store, "a")
-    assert store.record("a").epoch == 1
+    assert store.record("a").step == 1
 
 
-def test_an_add_to_an_epoch_whose_deadline_is_over_is_late(store: Store, clock: Clock) -> None:
+def test_an_add_to_an_step_whose_deadline_is_over_is_late(store: Store, clock: Clock) -> None:
     create(store, "a", deadline_seconds=10.0)
-    add(store, "a", [1, 2], epoch=0)
+    add(store, "a", [1, 2], step=0)
     clock.advance(10)
-    with pytest.raises(errors.StaleEpoch):
-        do(store, Add(name="a", gradient=ones(2), epoch=0))
+    with pytest.raises(errors.StaleStep):
+        do(store, Add(name="a", gradient=ones(2), step=0))
     settle(store, "a")
     assert closing(store)["count"] == 1
 
@@ -290,10 +290,10 @@ def test_the_deadline_waits_for_min_count(store: Store, clock: Clock) -> None:
     create(store, "a", deadline_seconds=10.0, min_count=3)
     add(store, "a", [1, 2])
     clock.advance(11)
-    assert not add(store, "a", [1, 2], epoch=0)["closed"]
-    receipt = add(store, "a", [1, 2], epoch=0)
+    assert not add(store, "a", [1, 2], step=0)["closed"]
+    receipt = add(store, "a", [1, 2], step=0)
     assert (receipt["closed"], receipt["closed_by"], receipt["count"]) == (True, "deadline", 3)
-    assert store.record("a").epoch == 1
+    assert store.record("a").step == 1
 
 
 def test_a_quorum_before_the_deadline_ends_it(store: Store, clock: Clock) -> None:
@@ -304,12 +304,12 @@ def test_a_quorum_before_the_deadline_ends_it(store: Store, clock: Clock) -> Non
         assert add(store, "a", [1, 2])["closed_by"] == "quorum"
     clock.advance(100)
     settle(store, "a")
-    assert store.record("a").epoch == 3
-    assert [closing(store, epoch)["count"] for epoch in range(3)] == [2, 2, 2]
+    assert store.record("a").step == 3
+    assert [closing(store, step)["count"] for step in range(3)] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("change", [Take(name="a"), Zero(name="a"), Delete(name="a"), SetRules(name="a")])
-def test_every_change_finds_the_next_epoch(store: Store, clock: Clock, change: Any) -> None:
+def test_every_change_finds_the_next_step(store: Store, clock: Clock, change: Any) -> None:
     create(store, "a", deadline_seconds=10.0, keep=3)
     add(store, "a", [1, 2])
     clock.advance(10)
@@ -319,7 +319,7 @@ def test_every_change_finds_the_next_epoch(store: Store, clock: Clock, change: A
             store.record("a")
         return
     assert closing(store)["closed_by"] == "deadline"
-    assert store.record("a").epoch == (2 if isinstance(change, Take | Zero) else 1)
+    assert store.record("a").step == (2 if isinstance(change, Take | Zero) else 1)
 
 
 def test_the_store_closes_by_itself(store: Store, clock: Clock, at_once: None) -> None:
@@ -328,10 +328,10 @@ def test_the_store_closes_by_itself(store: Store, clock: Clock, at_once: None) -
     add(store, "a", [1, 2])
     add(store, "b", [1, 2])
     clock.advance(15)
-    until(lambda: store.record("a").epoch == 1, "an epoch stays open")
-    assert store.record("b").epoch == 0
+    until(lambda: store.record("a").step == 1, "a step stays open")
+    assert store.record("b").step == 0
     clock.advance(15)
-    until(lambda: store.record("b").epoch == 1, "an epoch stays open")
+    until(lambda: store.record("b").step == 1, "a step stays open")
     assert (store.record("a").updated, store.record("b").updated) == (clock.now - 20, clock.now - 10)
 
 
@@ -353,13 +353,13 @@ def test_a_deadline_is_a_change(store: Store, clock: Clock) -> None:
         store.record("a")
 
 
-def test_many_epochs_are_due_together(store: Store, clock: Clock) -> None:
+def test_many_steps_are_due_together(store: Store, clock: Clock) -> None:
     names = [f"n{number}" for number in range(20)]
     create(store, *names, deadline_seconds=10.0)
     do(store, *[Add(name=name, gradient=ones(2)) for name in names])
     clock.advance(10)
     settle(store, *names)
-    assert {store.record(name).epoch for name in names} == {1}
+    assert {store.record(name).step for name in names} == {1}
 
 
 # ----- other rules -----
@@ -380,7 +380,7 @@ def test_rules_are_set(store: Store, clock: Clock) -> None:
     answer = do(store, SetRules(name="a", rules=rules)).receipts["a"]
     assert answer == store.record("a").as_json()
     assert {name: answer[name] for name in rules} == {**rules, "contributors": ["x"]}
-    assert (answer["version"], answer["updated_at"], answer["epoch"], answer["count"]) == (2, clock.now, 0, 1)
+    assert (answer["version"], answer["updated_at"], answer["step"], answer["count"]) == (2, clock.now, 0, 1)
     assert do(store, SetRules(name="a", rules=rules)).receipts["a"]["version"] == 2
     do(store, Create(name="a", spec=spec(**rules)))
     add(store, "a", [1, 2])
@@ -390,7 +390,7 @@ def test_rules_are_set(store: Store, clock: Clock) -> None:
 CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"min_count": 2}, "min_count", "min_count is 2, but only a deadline asks for it"),
     ({"min_count": 2, "quorum": 2}, "min_count", "min_count is 2, but only a deadline"),
-    ({"min_count": 5, "quorum": 2, "deadline_seconds": 9.0}, "min_count", "is 5, but the quorum of 2 closes an epoch"),
+    ({"min_count": 5, "quorum": 2, "deadline_seconds": 9.0}, "min_count", "is 5, but the quorum of 2 closes a step"),
     ({"quorum": 3, "contributors": ("x", "y")}, "quorum", "is 3, but the expected contributors add 2 .*: 2 of them, 1"),
     (
         {"quorum": 7, "contributors": ("x", "y"), "per_contributor": 3},
@@ -455,18 +455,18 @@ def test_a_buffer_of_an_older_version_keeps_its_contradicting_rules(store: Store
     ("rules", "by"),
     [({"quorum": 2, "min_count": 1}, "quorum"), ({"quorum_weight": 1.5}, "quorum"), ({"min_count": 2}, "deadline")],
 )
-def test_a_rule_that_is_fulfilled_closes_the_epoch(store: Store, clock: Clock, rules: dict[str, Any], by: str) -> None:
+def test_a_rule_that_is_fulfilled_closes_the_step(store: Store, clock: Clock, rules: dict[str, Any], by: str) -> None:
     create(store, "a", quorum=5, deadline_seconds=10.0, min_count=3)
     add(store, "a", [1, 2])
     add(store, "a", [1, 2])
     clock.advance(10)
-    assert do(store, SetRules(name="a", rules=rules)).receipts["a"]["epoch"] == 1
+    assert do(store, SetRules(name="a", rules=rules)).receipts["a"]["step"] == 1
     assert closing(store)["closed_by"] == by
 
 
-def test_an_epoch_without_adds_fulfils_nothing(store: Store) -> None:
+def test_an_step_without_adds_fulfils_nothing(store: Store) -> None:
     create(store, "a")
-    assert do(store, SetRules(name="a", rules={"quorum": 1})).receipts["a"]["epoch"] == 0
+    assert do(store, SetRules(name="a", rules={"quorum": 1})).receipts["a"]["step"] == 0
 
 
 @pytest.mark.parametrize(("before", "start"), [(60.0, 0), (None, 8)])
@@ -481,7 +481,7 @@ def test_another_deadline_counts_from_the_first_add(
     assert answer["deadline_at"] == begun + start + 10
     clock.advance(start + 1.999)
     settle(store, "a")
-    assert store.record("a").epoch == 0
+    assert store.record("a").step == 0
     clock.advance(0.001)
     settle(store, "a")
     assert closing(store)["closed_by"] == "deadline"
@@ -493,7 +493,7 @@ def test_a_deadline_is_taken_away(store: Store, clock: Clock) -> None:
     assert do(store, SetRules(name="a", rules={"deadline_seconds": None})).receipts["a"]["deadline_at"] is None
     clock.advance(100)
     settle(store, "a")
-    assert store.record("a").epoch == 0
+    assert store.record("a").step == 0
 
 
 def test_a_shorter_time_to_live_counts(store: Store, clock: Clock, at_once: None) -> None:

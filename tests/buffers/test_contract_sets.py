@@ -15,7 +15,6 @@ from service.buffers.record import MAX_ANSWER_BYTES, Key
 from service.buffers.sets import Set, Unchanged
 from service.buffers.store import Store
 from service.errors import (
-    EpochGone,
     GradserveError,
     Invalid,
     InvalidParameter,
@@ -25,6 +24,7 @@ from service.errors import (
     PreconditionFailed,
     ShapeMismatch,
     SourceChanged,
+    StepGone,
     UnknownBuffer,
 )
 from tests.buffers.calls import LARGE, add, create, do, fails_alone, key, ones, spec, state, told, value
@@ -58,12 +58,12 @@ def state_of(store: Store, name: str) -> str:
 def test_a_set_creates_a_buffer_and_then_replaces_its_value(store: Store, dtype: Any, shape: tuple[int, ...]) -> None:
     first, second = (numbers(shape, dtype, seed) for seed in (1, 2))
     made = do(store, Set(name="w", gradient=first, spec=spec(shape, str(dtype)))).receipts["w"]
-    assert made == told("w", epoch=0, version=1, count=1, weight=1.0, created=True)
+    assert made == told("w", step=0, version=1, count=1, weight=1.0, created=True)
     assert store.record("w").spec == spec(shape, str(dtype))
     assert_same_bits(value(store, "w"), first)
     add(store, "w", np.ones((), np.float32), weight=5.0)
     again = do(store, Set(name="w", gradient=second, spec=spec(shape, str(dtype)))).receipts["w"]
-    assert again == told("w", epoch=0, version=3, count=1, weight=1.0)
+    assert again == told("w", step=0, version=3, count=1, weight=1.0)
     assert_same_bits(value(store, "w"), second)
 
 
@@ -210,7 +210,7 @@ def test_a_source_that_was_created_again_has_changed(store: Store) -> None:
     fails_alone(store, SourceChanged, Unchanged(name="w", state=seen), Set(name="out", gradient=ones(2)))
 
 
-def test_an_epoch_that_was_due_has_changed_its_buffer(module_clock: Clock, store: Store) -> None:
+def test_an_step_that_was_due_has_changed_its_buffer(module_clock: Clock, store: Store) -> None:
     create(store, "w", deadline_seconds=5.0)
     create(store, "out")
     add(store, "w", [1, 1])
@@ -307,7 +307,7 @@ def test_a_step_is_not_repeated_in_a_buffer_that_was_created_since(store: Store,
     first = step_of(store, Set(name="new", gradient=ones(2), spec=spec()), key=own, sources=["1-0-0"])
     do(store, Delete(name="new"))
     create(store, "new")
-    with pytest.raises(EpochGone) as caught:
+    with pytest.raises(StepGone) as caught:
         step_of(store, Set(name="new", gradient=ones(2), spec=spec()), key=own, sources=["1-0-0"])
     assert caught.value.context["receipts"] == first.receipts
     assert store.record("new").version == 0

@@ -18,7 +18,7 @@ from service.buffers.lmdb import LmdbStore
 from service.buffers.packed import FORMAT, READABLE
 from service.buffers.perform import Request
 from service.buffers.store import Store
-from service.errors import EpochGone, GraphCorrupt, StoreFailed, UnknownGraph
+from service.errors import GraphCorrupt, StepGone, StoreFailed, UnknownGraph
 from tests.buffers.calls import add, value
 from tests.buffers.formats.make import HERE, LAST, MODEL, calls_of, send
 from tests.buffers.postgres import Schema
@@ -128,14 +128,14 @@ def test_the_export_of_every_format_brings_its_buffers(tmp_path: Path, name: str
     assert called("import", str(file), "--store", f"lmdb:{carried}")[0] == 0
     with closing(LmdbStore(carried, max_bytes=MAX_BYTES)) as store:
         weight, bias = store.record("weight"), store.record("bias")
-        assert (weight.epoch, weight.version, weight.count, weight.spec.quorum, weight.spec.keep) == (1, 3, 1, 2, 2)
-        assert (bias.epoch, bias.version, bias.count) == (0, 4, 4)
+        assert (weight.step, weight.version, weight.count, weight.spec.quorum, weight.spec.keep) == (1, 3, 1, 2, 2)
+        assert (bias.step, bias.version, bias.count) == (0, 4, 4)
         assert (value(store, "weight").tolist(), value(store, "bias").tolist()) == ([1, 2, 3], [2.5, -0.5])
         assert value(store, "table")[1:-1].tolist() == [[1, 1]] * 39_998
         if name not in ("1-first.tar.xz", "2.tar.xz"):
             assert value(store, "table")[[0, -1]].tolist() == [[7, 9], [4, 5]]
             assert store.record("late").contributors_in == {"x": 1}
-        with pytest.raises(EpochGone):
+        with pytest.raises(StepGone):
             store.durable(["weight"], 0)
         assert add(store, "weight", [1, 1, 1])["closed"]
 
@@ -220,10 +220,10 @@ def check_content(url: str, number: int) -> None:
                 answer = send(client, call)
                 assert answer.status_code == (201 if call.method == "PUT" else 200), (call, answer.text)
                 assert answer.headers["Idempotency-Replayed"] == "true"
-        assert data("weight/value?epoch=0") == [2, 4, 6]
+        assert data("weight/value?step=0") == [2, 4, 6]
         assert data("weight/value") == [1, 2, 3]
         assert data("bias/value") == [2.5, -0.5]
-        assert data("passing/value?epoch=0") == [5]
+        assert data("passing/value?step=0") == [5]
         table = data("table/value")
         assert table == [[7, 9], *[[1, 1]] * 39_998, [4, 5]]
         late = client.get("/v1/buffers/late").json()
@@ -235,7 +235,7 @@ def check_content(url: str, number: int) -> None:
         assert send(client, LAST).status_code == 200
         assert data("bias/value") == [3.5, 0.5]
         assert data("table/value") == [[8, 10], *[[2, 2]] * 39_998, [5, 6]]
-        assert data("weight/value?epoch=1") == [2, 3, 4]
+        assert data("weight/value?step=1") == [2, 3, 4]
         weight = client.get("/v1/buffers/weight").json()
         assert weight["missing_since"] == {"x": weight["updated_at"]}
         if number > 7:

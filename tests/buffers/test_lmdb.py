@@ -20,13 +20,13 @@ import pytest
 
 from service.buffers import failpoints
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
-from service.buffers.epochs import Closed
 from service.buffers.lmdb import caches, value_writer
 from service.buffers.lmdb.environment import Environment
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome
 from service.buffers.record import Record, Spec
 from service.buffers.rules import SetRules
+from service.buffers.steps import Closed
 from service.dtypes import FLOAT32
 from service.errors import StoreFailed
 from service.kernels.gather import GatheredRows
@@ -54,8 +54,8 @@ def test_a_reopened_store_has_everything(reopen: Reopen, clock: Clock) -> None:
     create(store, "b", shape=(), nonfinite="reject", quorum=2, ttl_seconds=1e6)
     create(store, "c", shape=(0, 3), dtype="float64")
     numbers = np.random.default_rng(1).normal(size=LARGE)
-    for epoch in range(3):
-        add(store, "a", numbers, weight=0.1 * epoch)
+    for step in range(3):
+        add(store, "a", numbers, weight=0.1 * step)
         do(store, Take(name="a"))
     add(store, "a", numbers, overwrite=True)
     add(store, "b", 1 / 3, weight=1 / 3)
@@ -493,7 +493,7 @@ def test_removal_keeps_pace_with_expiry(reopen: Reopen, clock: Clock, tmp_path: 
 
 
 def test_the_writers_memory_has_bounds() -> None:
-    closed = tuple(Closed(epoch, epoch, 1, 1.0, None) for epoch in range(1000))
+    closed = tuple(Closed(step, step, 1, 1.0, None) for step in range(1000))
     last, *names = [BufferName("", str(number)) for number in range(caches.MOST_RECORDS + 1)]
     record = Record(last, Spec((), FLOAT32, keep=1000), 1, 0.0, 0.0, closed=closed, packed_bytes=1 << 14)
     records = caches.RecordCache()
@@ -551,8 +551,8 @@ def test_the_doctor_finds_a_deadline_that_is_not_scheduled(reopen: Reopen, tmp_p
     assert [line for line in wrong(path) if "the deadline of the buffer 'a' is not scheduled" in line]
 
 
-def test_ends_of_epochs_and_of_buffers_leave_no_deadlines(reopen: Reopen, tmp_path: Path, clock: Clock) -> None:
-    """Epochs that close before their deadline, and buffers that are deleted."""
+def test_ends_of_steps_and_of_buffers_leave_no_deadlines(reopen: Reopen, tmp_path: Path, clock: Clock) -> None:
+    """Steps that close before their deadline, and buffers that are deleted."""
     store = reopen()
     create(store, "stays", ttl_seconds=1e9)
     create(store, *"abc", deadline_seconds=100.0, quorum=2)

@@ -10,7 +10,7 @@ import pytest
 from service.buffers import failpoints
 from service.buffers.changes import Add, Delete
 from service.buffers.perform import Request
-from service.errors import GradserveError, NonfiniteGradient, ShapeMismatch, StaleEpoch, StoreFailed, UnknownBuffer
+from service.errors import GradserveError, NonfiniteGradient, ShapeMismatch, StaleStep, StoreFailed, UnknownBuffer
 from tests.buffers.calls import LARGE, add, create, do, key, ones, request, value
 from tests.buffers.stores import PATIENCE, Gate, Reopen
 
@@ -38,7 +38,7 @@ def test_a_failed_request_fails_alone_in_its_batch(reopen: Reopen, monkeypatch: 
         8: (request(Add(name="a", gradient=nan, overwrite=True)), NonfiniteGradient),
         13: (request(good, Add(name="b", gradient=ones(3))), ShapeMismatch),
         14: (request(good, Delete(name="nowhere")), UnknownBuffer),
-        15: (request(good, Add(name="b", gradient=nan, epoch=3)), StaleEpoch),
+        15: (request(good, Add(name="b", gradient=nan, step=3)), StaleStep),
         29: (Request([good, Add(name="b", gradient=nan)], key()), NonfiniteGradient),
     }
     requests = [bad[number][0] if number in bad else request(good) for number in range(30)]

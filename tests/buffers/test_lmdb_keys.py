@@ -19,7 +19,7 @@ from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, Wide
 from service.buffers.record import Record
 from service.buffers.restore import Restore
-from service.errors import BufferCorrupt, EpochGone
+from service.errors import BufferCorrupt, StepGone
 from tests.buffers.calls import create, do, key, ones, spec
 from tests.buffers.damaging import HEAD, PAGE
 from tests.buffers.flipping import used
@@ -46,7 +46,7 @@ def random_states(most: int = 10**6) -> dict[str, list[Any]]:
     chance = np.random.default_rng(5)
     counts = chance.integers(0, most, len(NAMES))
     return {
-        "epoch": chance.integers(0, most, len(NAMES)).tolist(),
+        "step": chance.integers(0, most, len(NAMES)).tolist(),
         "version": chance.integers(0, most, len(NAMES)).tolist(),
         "count": counts.tolist(),
         "weight": (counts * chance.random(len(NAMES))).tolist(),
@@ -109,7 +109,7 @@ def test_a_replay_of_mixed_changes_answers_the_same_bytes(reopen: Reopen) -> Non
     ("field", "number"),
     [
         *[("weight", number) for number in (1, -0.0, 5e-324, 1e308)],
-        *[(field, (1 << 63) - 1) for field in ("version", "count", "epoch")],
+        *[(field, (1 << 63) - 1) for field in ("version", "count", "step")],
     ],
 )
 def test_a_replay_answers_the_same_bytes_for_buffers_that_were_imported(
@@ -129,7 +129,7 @@ def test_a_buffer_that_was_replaced_since_is_found(reopen: Reopen) -> None:
     made = do(store, *adds(), key=key())
     do(store, Delete(name=NAMES[7]))
     create(store, NAMES[7])
-    with pytest.raises(EpochGone, match=f"in a buffer '{NAMES[7]}' that no longer exists") as caught:
+    with pytest.raises(StepGone, match=f"in a buffer '{NAMES[7]}' that no longer exists") as caught:
         do(store, *adds(), key=key())
     assert caught.value.context["receipts"] == made.receipts
 

@@ -189,7 +189,7 @@ def test_pushes_that_are_completed_together_are_folded_by_and_by(
     assert_same_bits(value(store, "a"), np.add.reduce(numbers))
 
 
-def test_values_of_closed_epochs_are_folded(reopen: Reopen) -> None:
+def test_values_of_closed_steps_are_folded(reopen: Reopen) -> None:
     store = reopen()
     create(store, "a", shape=(LARGE,), quorum=2)
     for number in range(2):

@@ -9,11 +9,11 @@ from typing import Any
 import orjson
 import pytest
 
-from service.buffers.epochs import Closed
 from service.buffers.names import BufferName
 from service.buffers.packed import SEAL_BYTES, pack_known, pack_record, seal, seed_of, unpack_known, unpack_record
 from service.buffers.pushes import Part, Push, StagedPart, unpack_older
 from service.buffers.record import Known, Record
+from service.buffers.steps import Closed
 from service.errors import BufferCorrupt, UnknownBuffer
 from tests.buffers.calls import spec
 
@@ -23,7 +23,7 @@ PLAIN = (
     b'[{"shape":[2],"dtype":"float32","nonfinite":"allow","quorum":2,"keep":2,"ttl_seconds":null},'
     b"7,1.5,2.5,2,5,1,1.0,9,[[0,2,2,2.0,3],[1,4,1,1.0,null]],2.25]"
 )
-"""A record without deadline and contributors: its quorum has closed an epoch, and a take another, at 2.25."""
+"""A record without deadline and contributors: its quorum has closed a step, and a take another, at 2.25."""
 
 
 def text_of(record: Record) -> bytes:
@@ -38,7 +38,7 @@ def record_of(text: bytes) -> Record:
 def test_a_plain_record_takes_few_bytes() -> None:
     record = record_of(PLAIN)
     assert record.spec == spec((2,), quorum=2, keep=2)
-    assert (record.epoch, record.version, record.count, record.value) == (2, 5, 1, 9)
+    assert (record.step, record.version, record.count, record.value) == (2, 5, 1, 9)
     assert record.closed == (Closed(0, 2, 2, 2.0, 3, "quorum"), Closed(1, 4, 1, 1.0, None, "take"))
     assert (record.began, record.contributors_in, record.deadline_at, record.missing) == (None, {}, None, None)
     assert (record.closed_at, record.absent) == (2.25, {})
@@ -47,7 +47,7 @@ def test_a_plain_record_takes_few_bytes() -> None:
     assert text_of(new) == PLAIN[: PLAIN.index(b",2,5")] + b",0,0,0,0.0,null,[]]"
 
 
-def test_a_record_of_a_format_before_8_closed_its_epoch_with_its_last_change() -> None:
+def test_a_record_of_a_format_before_8_closed_its_step_with_its_last_change() -> None:
     before = PLAIN.replace(b",2.25]", b"]")
     record = record_of(before)
     assert (record.closed_at, record.absent) == (2.5, {})

@@ -36,11 +36,11 @@ def test_the_disk_of_a_run_stays_bounded_without_the_vacuum(schema: Schema, monk
     create(stores[0], *NAMES, shape=(LARGE,), quorum=4, keep=1)
     for table in ("buffers", "deltas", "unowned"):
         schema.ask(f"alter table {table} set (autovacuum_enabled = off)")
-    for epoch in range(20):
+    for step in range(20):
         for number in range(4):
             add_all(stores[number % 2], *NAMES)
-        assert [(value(stores[0], name, epoch) == 4).all() for name in NAMES] == [True] * 4
-        until(lambda: sum(schema.tables().values()) < 24 << 20, "the tables of old epochs stay")
+        assert [(value(stores[0], name, step) == 4).all() for name in NAMES] == [True] * 4
+        until(lambda: sum(schema.tables().values()) < 24 << 20, "the tables of old steps stay")
     assert schema.ask("select pg_relation_size('deltas')") < [(1 << 20,)]
     assert schema.faults() == []
     do(stores[0], *[Delete(name=name) for name in NAMES])

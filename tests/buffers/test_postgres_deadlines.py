@@ -9,7 +9,7 @@ from tests.buffers.calls import add, create, value
 from tests.buffers.postgres import Schema, until
 
 
-def test_two_servers_close_an_epoch_once(schema: Schema) -> None:
+def test_two_servers_close_an_step_once(schema: Schema) -> None:
     stores = [schema.open(), schema.open()]
     names = [f"b{number}" for number in range(10)]
     create(stores[0], *names, deadline_seconds=0.1)
@@ -17,7 +17,7 @@ def test_two_servers_close_an_epoch_once(schema: Schema) -> None:
         for store in stores:
             add(store, name, [1, 2])
     before = [store.generation() for store in stores]
-    until(lambda: {store.record(name).epoch for store in stores for name in names} == {1}, "an epoch stays open")
+    until(lambda: {store.record(name).step for store in stores for name in names} == {1}, "a step stays open")
     assert {stores[0].record(name).version for name in names} == {3}
     assert value(stores[1], "b0", 0).tolist() == [2, 4]
     until(lambda: all(store.generation() > old for store, old in zip(stores, before, strict=True)), "nobody is told")
@@ -30,7 +30,7 @@ def test_another_server_honours_the_deadline(schema: Schema) -> None:
     add(first, "a", [1, 2])
     first.close()
     schema.stores.remove(first)
-    until(lambda: second.record("a").epoch == 1, "the epoch stays open")
+    until(lambda: second.record("a").step == 1, "the step stays open")
     schema.close()
     assert schema.faults() == []
 
@@ -41,9 +41,9 @@ def test_a_deadline_passes_while_no_server_runs(schema: Schema) -> None:
     add(store, "a", [1, 2])
     schema.close()
     is_due = "select 1 from buffers where due < extract(epoch from clock_timestamp())"
-    until(lambda: schema.ask(is_due), "the epoch is not due")
+    until(lambda: schema.ask(is_due), "the step is not due")
     store = schema.open()
-    until(lambda: store.record("a").epoch == 1, "the epoch stays open")
+    until(lambda: store.record("a").step == 1, "the step stays open")
     assert store.record("a").closed[0].closed_by == "deadline"
 
 
@@ -58,5 +58,5 @@ def test_the_janitor_delays_no_deadline(schema: Schema, monkeypatch: pytest.Monk
         )
         create(store, "a", deadline_seconds=0.1)
         add(store, "a", [1, 2])
-        until(lambda: store.record("a").epoch == 1, "the epoch stays open")
+        until(lambda: store.record("a").step == 1, "the step stays open")
         assert schema.ask("select count(*) from pg_locks where not granted") == [(1,)]

@@ -180,7 +180,7 @@ def test_a_push_within_one_transaction(schema: Schema, monkeypatch: pytest.Monke
     assert [one.result(PATIENCE).staged for one in (last, *parts)] == [None, [1], [1, 2], None]
     assert added.result().receipts["a"]["count"] == 3
     assert (taken.result().values["b"] == 2).all()
-    assert (zeroed.result().receipts["c"]["epoch"], late[0].result().staged) == (1, [1])
+    assert (zeroed.result().receipts["c"]["step"], late[0].result().staged) == (1, [1])
     assert "'other'" in str(late[1].exception())
     assert (value(store, "a") == 2.5).all()
     assert (value(store, "b", 0) == 2).all()

@@ -217,7 +217,7 @@ def test_pgbouncer_in_transaction_mode_works(schema: Schema, pooler: str) -> Non
         before = stores[1].generation()
         add(stores[number % 3], "small", 1.0)
         until_changed(stores[1], before)
-    assert (value(stores[1], "small", epoch=0) == 30).all()
+    assert (value(stores[1], "small", step=0) == 30).all()
     with psycopg.connect(pooler, autocommit=True) as other:  # no setting has stuck to a connection
         for name, expected in {"synchronous_commit": "on", "lock_timeout": "0"}.items():
             assert other.execute(f"show {name}".encode()).fetchall() == [(expected,)]

@@ -24,15 +24,15 @@ from tests.serving import wait_until
 
 FORM: dict[str, Any] = {"shape": [2], "dtype": "float32"}
 RULES = {**FORM, "nonfinite": "reject", "quorum": 9, "keep": 3, "ttl_seconds": 10.0, "max_norm": 2.5}
-STATE: dict[str, Any] = {"spec": RULES, "epoch": 1, "version": 5, "count": 3, "weight": 2.5, "created": 1e9}
+STATE: dict[str, Any] = {"spec": RULES, "step": 1, "version": 5, "count": 3, "weight": 2.5, "created": 1e9}
 
 LATER = {"min_count": 1, "per_contributor": 1, "deadline_seconds": None, "quorum_weight": None, "contributors": None}
 """Rules that a file may lack, with their defaults."""
 
 HELD: list[Any] = [[], {"": 1}, {"a": 0}, {"a": 1.5}]
-"""Contributors that no epoch has."""
+"""Contributors that no step has."""
 
-NUMBERS = ("epoch", "version", "count")
+NUMBERS = ("step", "version", "count")
 
 LIMITS = Limits(max_tensor_bytes=1 << 20)
 
@@ -53,7 +53,7 @@ def test_valid_metadata_is_restored(tmp_path: Path, open_memory: Callable[[], Me
     restore(store, read(file, LIMITS, 200))
     record = store.record("a")
     assert record.spec.as_json() == {**RULES, **LATER}
-    assert (record.epoch, record.version, record.count, record.weight, record.created) == (1, 5, 3, 2.5, 1e9)
+    assert (record.step, record.version, record.count, record.weight, record.created) == (1, 5, 3, 2.5, 1e9)
     assert store.record("b").spec.keep == 1
     assert value(store, "b").tolist() == [1, 1]
 
@@ -67,15 +67,15 @@ def test_rules_that_an_older_version_has_allowed_are_restored(
     assert store.record("a").spec.as_json() == {**RULES, **LATER, **rules}
 
 
-def test_a_running_epoch_is_restored(tmp_path: Path, open_memory: Callable[[], MemoryStore], clock: Clock) -> None:
-    """Its contributors are in it, and its deadline counts on: if it is over, the epoch closes at once."""
+def test_a_running_step_is_restored(tmp_path: Path, open_memory: Callable[[], MemoryStore], clock: Clock) -> None:
+    """Its contributors are in it, and its deadline counts on: if it is over, the step closes at once."""
     state = {**with_rules(deadline_seconds=5.0, ttl_seconds=None), "began": clock.now - 4, "contributors": {"x": 2}}
     file = saved(tmp_path, json.dumps({"a": state, "b": {**state, "began": clock.now - 5}}))
     store = open_memory()
     restore(store, read(file, LIMITS, 200))
     record = store.record("a")
-    assert (record.deadline_at, record.contributors_in, record.epoch) == (clock.now + 1, {"x": 2}, 1)
-    wait_until(lambda: store.record("b").epoch == 2)
+    assert (record.deadline_at, record.contributors_in, record.step) == (clock.now + 1, {"x": 2}, 1)
+    wait_until(lambda: store.record("b").step == 2)
     (snapshot,) = store.read(["b"], 1)
     assert snapshot.receipt()["closed_by"] == "deadline"
     assert snapshot.receipt()["contributors"] == {"x": 2}
@@ -109,7 +109,7 @@ def test_metadata_that_is_not_an_object_is_refused(tmp_path: Path, about: str, w
         ({**STATE, "weight": True}, "has weight true, but it must be a number"),
         ({**STATE, "created": None}, "has created null, but it must be seconds since 1970"),
         ({**STATE, "created": 1e12}, r"has created 1000000000000.0, but .* from 0 to 10\^11$"),
-        ({**STATE, "epoch": -1}, "has epoch -1, but it must be an integer from 0 to 9007199254740992"),
+        ({**STATE, "step": -1}, "has step -1, but it must be an integer from 0 to 9007199254740992"),
         ({**STATE, "version": 1.0}, "has version 1.0, but"),
         ({**STATE, "count": True}, "has count true, but"),
         ({**STATE, "count": 1 << 63}, "has count 9223372036854775808, but"),
@@ -175,7 +175,7 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
 
 def test_what_was_imported_can_be_exported_and_imported_again(tmp_path: Path) -> None:
     """The extremes of a state, as JSON may write them: integers in place of numbers with a fraction."""
-    largest = {"epoch": 1 << 53, "version": 1 << 53, "count": 1 << 53, "weight": 1 << 62, "created": 10**11}
+    largest = {"step": 1 << 53, "version": 1 << 53, "count": 1 << 53, "weight": 1 << 62, "created": 10**11}
     state = {**STATE, **largest}
     names = ["a", f"~{'n' * 100}/{'b' * 200}"]
     file, copy = tmp_path / "x", tmp_path / "copy"

@@ -43,33 +43,33 @@ FUZZ = int(os.environ.get("GRADSERVE_FUZZ", "1"))
 
 @dataclass
 class Buffer:
-    """A buffer of the model. `epochs` holds receipt and value of each closed epoch."""
+    """A buffer of the model. `steps` holds receipt and value of each closed step."""
 
     spec: Spec
     birth: int
     created: float
     updated: float
     value: Array
-    epoch: int = 0
+    step: int = 0
     version: int = 0
     count: int = 0
     weight: float = 0.0
     began: float | None = None
     names: dict[str, int] = field(default_factory=dict)
     last_names: dict[str, int] = field(default_factory=dict)
-    """Who was in the last closed epoch."""
+    """Who was in the last closed step."""
     seen: dict[str, float] = field(default_factory=dict)
-    """When the last epoch of each of those, and of those expected then, closed; without one, the creation."""
+    """When the last step of each of those, and of those expected then, closed; without one, the creation."""
     closed_at: float | None = None
-    epochs: dict[int, tuple[dict[str, Any], Array]] = field(default_factory=dict)
+    steps: dict[int, tuple[dict[str, Any], Array]] = field(default_factory=dict)
 
     def receipt(self, name: str, *, updated: bool = True, closed: bool = False) -> dict[str, Any]:
-        numbers = {"epoch": self.epoch, "version": self.version, "count": self.count, "weight": self.weight}
+        numbers = {"step": self.step, "version": self.version, "count": self.count, "weight": self.weight}
         return {"name": name, "updated": updated, "closed": closed, **numbers}
 
     @property
     def ends(self) -> float | None:
-        """When the deadline of the running epoch ends."""
+        """When the deadline of the running step ends."""
         seconds = self.spec.deadline_seconds
         return None if self.began is None or seconds is None else self.began + seconds
 
@@ -86,7 +86,7 @@ class Buffer:
         return ttl + (max(self.updated, self.due or 0) if closes else self.updated)
 
     def reason(self, now: float) -> str | None:
-        """Return what closes the running epoch."""
+        """Return what closes the running step."""
         spec = self.spec
         if spec.quorum is not None and self.count >= spec.quorum:
             return "quorum"
@@ -98,7 +98,7 @@ class Buffer:
         expected, missing = self.spec.contributors, self.missing()
         named = {"name": name, "shape": list(self.spec.shape), "dtype": NAMES[self.spec.dtype]}
         rules = {rule: getattr(self.spec, rule) for rule in ("nonfinite", "keep", *RULES)}
-        numbers = {"epoch": self.epoch, "version": self.version, "count": self.count, "weight": self.weight}
+        numbers = {"step": self.step, "version": self.version, "count": self.count, "weight": self.weight}
         times = {"created_at": self.created, "updated_at": self.updated, "expires_at": self.expires}
         return {
             **named,
@@ -107,7 +107,7 @@ class Buffer:
             **numbers,
             **times,
             "bytes": self.value.nbytes,
-            "closed_epochs": list(self.epochs),
+            "closed_steps": list(self.steps),
             "closed_at": self.closed_at,
             "deadline_at": self.ends,
             "contributors_in": self.names,
@@ -142,7 +142,7 @@ class Buffer:
         return True
 
     def begin(self) -> None:
-        self.epoch, self.count, self.weight, self.value = self.epoch + 1, 0, 0.0, np.zeros_like(self.value)
+        self.step, self.count, self.weight, self.value = self.step + 1, 0, 0.0, np.zeros_like(self.value)
         self.began, self.names = None, {}
 
     def missing(self) -> list[str] | None:
@@ -155,12 +155,12 @@ class Buffer:
 
     def close(self, name: str, by: str) -> dict[str, Any]:
         receipt = {**self.receipt(name, closed=True), "closed_by": by, "contributors": self.names}
-        self.epochs[self.epoch] = (receipt, self.value)
+        self.steps[self.step] = (receipt, self.value)
         left = {one: self.seen.get(one, self.created) for one in self.spec.contributors or ()}
         self.closed_at = self.updated
         self.last_names, self.seen = self.names, left | dict.fromkeys(self.names, self.updated)
-        for old in sorted(self.epochs)[: -self.spec.keep]:
-            del self.epochs[old]
+        for old in sorted(self.steps)[: -self.spec.keep]:
+            del self.steps[old]
         self.begin()
         return receipt
 
@@ -213,10 +213,10 @@ class Model:
         self.clock, self.buffers, self.births = clock, dict[str, Buffer](), 0
         self.pushes, self.complete = dict[str, StagedPush](), dict[str, CompletePush]()
         self.seen: dict[str, tuple[int, int, int]] = {}
-        """The birth, epoch and version of the states that the store's snapshots have named."""
+        """The birth, step and version of the states that the store's snapshots have named."""
 
     def alive(self) -> dict[str, Buffer]:
-        """Return the buffers that have not expired, after the closing of epochs whose deadlines are over."""
+        """Return the buffers that have not expired, after the closing of steps whose deadlines are over."""
         now = self.clock.now
         alive = {name: one for name, one in sorted(self.buffers.items()) if one.expires is None or now < one.expires}
         for name, one in alive.items():
@@ -250,7 +250,7 @@ class Model:
             if part.mark not in done.marks:
                 return "idempotency_key_reused"
             replaced = [name for name, birth in done.births.items() if name in alive and alive[name].birth != birth]
-            return "epoch_gone" if replaced else (done.receipts, None, True)
+            return "step_gone" if replaced else (done.receipts, None, True)
         push = self.pushes.get(part.push)
         if push is None or push.until <= now:
             push = self.pushes[part.push] = StagedPush(part, now)
@@ -320,17 +320,17 @@ class Model:
                     raise RefusedError("invalid_parameter")
                 return
             raise RefusedError("precondition_failed" if isinstance(change, Create) else "unknown_buffer")
-        if change.match is not None and f'"{buffer.epoch}-{buffer.version}"' not in change.match:
+        if change.match is not None and f'"{buffer.step}-{buffer.version}"' not in change.match:
             raise RefusedError("precondition_failed")
-        if change.state is not None and self.seen[change.state] != (buffer.birth, buffer.epoch, buffer.version):
+        if change.state is not None and self.seen[change.state] != (buffer.birth, buffer.step, buffer.version):
             raise RefusedError("source_changed")
         if isinstance(change, Create) and change.spec != buffer.spec:
             raise RefusedError("buffer_exists")
         if isinstance(change, SetRules) and _contradicts(replace(buffer.spec, **change.rules)):
             raise RefusedError("invalid_parameter")
         if isinstance(change, Take):
-            if change.epoch not in (None, buffer.epoch):
-                raise RefusedError("stale_epoch")
+            if change.step not in (None, buffer.step):
+                raise RefusedError("stale_step")
             if buffer.spec.quorum is not None and change.min_count >= buffer.spec.quorum:
                 raise RefusedError("invalid_parameter")
             if buffer.count < change.min_count:
@@ -338,8 +338,8 @@ class Model:
             if change.mean and not buffer.weight:
                 raise RefusedError("nothing_to_average")
         if isinstance(change, Add):
-            if change.epoch not in (None, buffer.epoch):
-                raise RefusedError("stale_epoch")
+            if change.step not in (None, buffer.step):
+                raise RefusedError("stale_step")
             adds = buffer.names.get(change.contributor or "", 0)
             if change.do_update and not change.overwrite and adds >= buffer.spec.per_contributor:
                 raise RefusedError("duplicate_contributor")
@@ -425,7 +425,7 @@ def _fits(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
 
 @dataclass(eq=False)  # comparing arrays gives no bool
 class Sent:
-    """A request sent with a key: the births of buffers that adds changed, and birth, epoch and value of each take."""
+    """A request sent with a key: the births of buffers that adds changed, and birth, step and value of each take."""
 
     changes: list[Change]
     text: str
@@ -502,7 +502,7 @@ adds = st.builds(
     weight=st.sampled_from([1.0, 1.0, 0.5, -0.3, 0.0, 1e-6]),
     do_update=st.sampled_from([True, True, True, False]),
     overwrite=st.sampled_from([False, False, False, True]),
-    epoch=st.sampled_from([None, None, None, 0, 1]),
+    step=st.sampled_from([None, None, None, 0, 1]),
     want_value=st.booleans(),
     contributor=contributors,
     match=matches,
@@ -515,7 +515,7 @@ changes: dict[str, st.SearchStrategy[Change]] = {
         Take,
         name=names,
         min_count=st.sampled_from([0, 0, 1, 2]),
-        epoch=st.sampled_from([None, None, 0, 1]),
+        step=st.sampled_from([None, None, 0, 1]),
         mean=st.booleans(),
     ),
     "delete": st.builds(Delete, name=names),
@@ -598,7 +598,7 @@ class Machine(RuleBasedStateMachine):
             births = {name: one.birth for name, one in self.model.buffers.items()}
             added = {change.name: births[change.name] for change in changes if isinstance(change, Add)}
             taken = {
-                change.name: (births[change.name], receipts[change.name]["epoch"], values[change.name])
+                change.name: (births[change.name], receipts[change.name]["step"], values[change.name])
                 for change in changes
                 if isinstance(change, Take)
             }
@@ -611,7 +611,7 @@ class Machine(RuleBasedStateMachine):
         self.make(several, False)
 
     def aimed(self, change: Change, at: int | None) -> Change:
-        """Return the change for one of the buffers that exist: those with an open epoch come first."""
+        """Return the change for one of the buffers that exist: those with an open step come first."""
         alive = self.model.alive()
         several = sorted(alive, key=lambda name: not alive[name].count)
         return change if at is None or not alive else replace(change, name=several[at % len(several)])
@@ -647,8 +647,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data(), with_key=keyed)
     @precondition(lambda self: any(one.count for one in self.model.alive().values()))
-    def set_rules_of_an_open_epoch(self, data: st.DataObject, with_key: bool) -> None:
-        """Set rules that the epoch fulfils already, or another deadline."""
+    def set_rules_of_an_open_step(self, data: st.DataObject, with_key: bool) -> None:
+        """Set rules that the step fulfils already, or another deadline."""
         name = data.draw(st.sampled_from([name for name, one in self.model.alive().items() if one.count]))
         buffer = self.model.buffers[name]
         choices: list[dict[str, Any]] = [{"deadline_seconds": seconds} for seconds in (15.0, 20.0, None)]
@@ -710,8 +710,8 @@ class Machine(RuleBasedStateMachine):
         }
         push = Push([])
         for part in (several[:1], several[1:]):
-            epoch = data.draw(st.sampled_from([None, alive[part[0]].epoch]))
-            drawn = [Add(name=name, gradient=self.fitting(data, name), epoch=epoch, **rest) for name in part]
+            step = data.draw(st.sampled_from([None, alive[part[0]].step]))
+            drawn = [Add(name=name, gradient=self.fitting(data, name), step=step, **rest) for name in part]
             drawn.sort(key=lambda add: -cast(Array, add.gradient).itemsize)  # the order of the tensors in a body
             self.requests += 1
             push.requests.append(([*drawn], f"key {self.requests}"))
@@ -745,11 +745,11 @@ class Machine(RuleBasedStateMachine):
         replaced = [name for name, birth in sent.added.items() if name in alive and alive[name].birth != birth]
         lost = [
             name
-            for name, (birth, epoch, _) in sent.taken.items()
-            if name not in alive or alive[name].birth != birth or epoch not in alive[name].epochs
+            for name, (birth, step, _) in sent.taken.items()
+            if name not in alive or alive[name].birth != birth or step not in alive[name].steps
         ]
         if replaced or lost:
-            assert got == "epoch_gone"
+            assert got == "step_gone"
             return
         assert isinstance(got, Outcome), got
         assert got.replayed
@@ -765,25 +765,25 @@ class Machine(RuleBasedStateMachine):
         if self.clock.now < sent.at + KEY_SECONDS:
             assert self.ask([Zero(name="another")], sent.text) == "idempotency_key_reused"
 
-    @rule(name=names, epoch=st.integers(0, 4))
-    def read_epoch(self, name: str, epoch: int) -> None:
+    @rule(name=names, step=st.integers(0, 4))
+    def read_step(self, name: str, step: int) -> None:
         buffer = self.model.alive().get(name)
         self.ask([CloseIfDue(name=name)], None)
-        if buffer is None or epoch not in buffer.epochs:
+        if buffer is None or step not in buffer.steps:
             with pytest.raises(GradserveError) as caught:
-                self.store.read([name], epoch)
-            early = "unknown_buffer" if buffer is None else "epoch_open"
-            assert caught.value.code == ("epoch_gone" if buffer and epoch < buffer.epoch else early)
-            if buffer is not None and epoch >= buffer.epoch:
-                at = {"buffer": name, "epoch": buffer.epoch, "count": buffer.count}
+                self.store.read([name], step)
+            early = "unknown_buffer" if buffer is None else "step_open"
+            assert caught.value.code == ("step_gone" if buffer and step < buffer.step else early)
+            if buffer is not None and step >= buffer.step:
+                at = {"buffer": name, "step": buffer.step, "count": buffer.count}
                 if buffer.spec.quorum is not None:
                     at["quorum"] = buffer.spec.quorum
                 if buffer.missing() is not None:
                     at["missing"] = buffer.missing()
                 assert caught.value.context == at
             return
-        (snapshot,) = self.store.read([name], epoch)
-        receipt, array = buffer.epochs[epoch]
+        (snapshot,) = self.store.read([name], step)
+        receipt, array = buffer.steps[step]
         assert snapshot.receipt() == {**receipt, "updated": False}
         assert_same_bits(snapshot.value, array)
 
@@ -812,7 +812,7 @@ class Machine(RuleBasedStateMachine):
             if record.due is None or record.due > now:
                 assert record.as_json() == alive[record.name].metadata(record.name)
             else:
-                assert record.epoch == alive[record.name].epoch - 1
+                assert record.step == alive[record.name].step - 1
         for snapshot in self.store.read([name for name in alive if name not in open_yet]):
             assert_same_bits(snapshot.value, alive[snapshot.record.name].value)
 
@@ -857,7 +857,7 @@ class PartsMachine(Machine):
         least = data.draw(st.sampled_from([1, 1, 1, 1, 0])) if left else 0
         chosen = st.lists(st.sampled_from(left or [""]), min_size=least, max_size=2 * least, unique=True)
         several = data.draw(chosen, label="names")
-        rest: dict[str, Any] = {"weight": part.weight, "epoch": part.epoch, "contributor": part.contributor}
+        rest: dict[str, Any] = {"weight": part.weight, "step": part.step, "contributor": part.contributor}
         numbers = {name: self.fitting(data, name) for name in several}
         if several and data.draw(st.integers(0, 5)) == 5:
             numbers[several[0]] = data.draw(gradients())
@@ -866,7 +866,7 @@ class PartsMachine(Machine):
     @rule(data=st.data())
     @precondition(lambda self: self.model.alive() and len(self.open_pushes()) < 3)
     def begin_a_push(self, data: st.DataObject) -> None:
-        epochs = [one.epoch for one in self.model.alive().values()]
+        steps = [one.step for one in self.model.alive().values()]
         part = Part(
             f"push {self.requests}",
             data.draw(st.integers(0, 2)),
@@ -875,7 +875,7 @@ class PartsMachine(Machine):
             b"",
             PUSH_SECONDS,
             data.draw(st.sampled_from([1.0, 1.0, 1.0, 0.5, -0.3, 0.0])),
-            data.draw(st.sampled_from([None, None, *epochs])),
+            data.draw(st.sampled_from([None, None, *steps])),
             data.draw(contributors),
         )
         self.send_new(part, self.adds_of(data, part, ()))
@@ -947,7 +947,7 @@ class StoreMachine(PartsMachine):
         alive = self.model.alive()
         for snapshot in self.store.read([name for name in alive if name not in self.due()]):
             buffer = alive[snapshot.record.name]
-            self.model.seen[snapshot.state] = (buffer.birth, buffer.epoch, buffer.version)
+            self.model.seen[snapshot.state] = (buffer.birth, buffer.step, buffer.version)
 
     def change_of_a_step(self, data: st.DataObject, name: str) -> Change | None:
         """Draw a change, with a state that the buffer has or has had; None if none fits the buffer."""
@@ -1037,7 +1037,7 @@ class GraphMachine(StoreMachine):
             return
         got, now = self.answer(request), self.graphs.get(outcome.graph.name) if outcome.graph else None
         if outcome.graph is not None and (now is None or now[0] != outcome.graph):
-            assert got == "epoch_gone"
+            assert got == "step_gone"
         else:
             assert got == replace(outcome, replayed=True)
 

@@ -1,4 +1,4 @@
-"""The buffers in both clients: every method and argument, and waiting for epochs."""
+"""The buffers in both clients: every method and argument, and waiting for steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from gradserve_client import Client, Conflict, EpochOpen, InvalidInput, NotFound, PreconditionFailed, TooManyBuffers
+from gradserve_client import Client, Conflict, InvalidInput, NotFound, PreconditionFailed, StepOpen, TooManyBuffers
 from gradserve_client._http import policy
 from gradserve_client._wire import bulk, pushes
 
@@ -48,11 +48,11 @@ def test_create_with_every_argument(server: Any, key: str) -> None:
         idempotency_key=f"{key} made",
     )
     assert (made.name, made.shape, made.dtype, made.quorum, made.keep) == ("w", (2, 3), "float64", 2, 3)
-    assert (made.nonfinite, made.ttl_seconds, made.bytes, made.closed_epochs) == ("reject", 1000.0, 48, ())
+    assert (made.nonfinite, made.ttl_seconds, made.bytes, made.closed_steps) == ("reject", 1000.0, 48, ())
     with pytest.raises(InvalidInput, match="max_norm") as caught:
         server.buffers["w"].accumulate(3.0)
     assert (caught.value.code, caught.value.context["max_norm"], made.max_norm) == ("norm_too_large", 2.5, 2.5)
-    assert (made.epoch, made.version, made.count, made.weight) == (0, 0, 0, 0.0)
+    assert (made.step, made.version, made.count, made.weight) == (0, 0, 0, 0.0)
     assert server.buffers["w"].info() == made
     with pytest.raises(Conflict):
         server.buffers["w"].create((2, 3))
@@ -118,7 +118,7 @@ def test_accumulate_with_every_argument(server: Any, key: str) -> None:
     buffer = server.buffers["w"]
     made = buffer.create((2,))
     receipt = buffer.accumulate(
-        [1, 2], weight=2, epoch=0, return_value=True, if_match=made.etag, idempotency_key=f"{key} a"
+        [1, 2], weight=2, step=0, return_value=True, if_match=made.etag, idempotency_key=f"{key} a"
     )
     assert receipt.value.tolist() == [2.0, 4.0]
     assert (receipt.updated, receipt.closed, receipt.replayed, receipt.count) == (True, False, False, 1)
@@ -167,15 +167,15 @@ def test_take_zero_and_delete(server: Any, key: str) -> None:
     buffer.accumulate([2, 4], weight=2)
     taken = buffer.take(min_count=1, reduce="mean", dtype="float64", idempotency_key=f"{key} t")
     assert taken.value.tolist() == [2.0, 4.0]
-    assert (taken.closed, taken.epoch, taken.count, taken.weight, taken.value.dtype) == (True, 0, 1, 2.0, np.float64)
+    assert (taken.closed, taken.step, taken.count, taken.weight, taken.value.dtype) == (True, 0, 1, 2.0, np.float64)
     again = buffer.take(min_count=1, reduce="mean", dtype="float64", idempotency_key=f"{key} t")
     assert again.replayed
     assert again == taken.__class__(**{**taken.__dict__, "replayed": True})
     assert again.value.tolist() == [2.0, 4.0]
-    assert buffer.value(epoch=0, reduce="mean").tolist() == [2.0, 4.0]
+    assert buffer.value(step=0, reduce="mean").tolist() == [2.0, 4.0]
     buffer.accumulate([1, 1])
     zeroed = buffer.zero(idempotency_key=f"{key} z")
-    assert (zeroed.epoch, zeroed.count) == (2, 0)
+    assert (zeroed.step, zeroed.count) == (2, 0)
     assert buffer.zero(idempotency_key=f"{key} z").replayed
     buffer.delete(idempotency_key=f"{key} d")
     buffer.delete(idempotency_key=f"{key} d")
@@ -218,13 +218,9 @@ def test_mistaken_specifications_are_refused(server: Any, specs: Any, words: str
 def test_many_at_once(server: Any, key: str) -> None:
     for name in ("a.1", "a.2", "b"):
         server.buffers[name].create((1,), dtype="float64")
-    receipts = server.buffers.accumulate(
-        {"a.1": [1], "b": np.float32(2)}, weight=2, epoch=0, idempotency_key=f"{key} k"
-    )
+    receipts = server.buffers.accumulate({"a.1": [1], "b": np.float32(2)}, weight=2, step=0, idempotency_key=f"{key} k")
     assert {name: (one.count, one.weight) for name, one in receipts.items()} == {"a.1": (1, 2.0), "b": (1, 2.0)}
-    replayed = server.buffers.accumulate(
-        {"a.1": [1], "b": np.float32(2)}, weight=2, epoch=0, idempotency_key=f"{key} k"
-    )
+    replayed = server.buffers.accumulate({"a.1": [1], "b": np.float32(2)}, weight=2, step=0, idempotency_key=f"{key} k")
     assert all(one.replayed for one in replayed.values())
     with pytest.raises(NotFound):
         server.buffers.accumulate({"a.1": [1], "none": [1]})
@@ -236,9 +232,9 @@ def test_many_at_once(server: Any, key: str) -> None:
     assert server.buffers.accumulate({"a.1": [9]}, overwrite=True)["a.1"].count == 1
     taken = server.buffers.take(prefix="a.")
     assert {name: one.value.tolist() for name, one in taken.items()} == {"a.1": [9.0], "a.2": [0.0]}
-    assert server.buffers.value({"a.1"}, epoch=0)["a.1"].tolist() == [9.0]
-    assert {name: one.epoch for name, one in server.buffers.zero(prefix="a.").items()} == {"a.1": 2, "a.2": 2}
-    assert server.buffers.zero(["b"], idempotency_key=f"{key} z")["b"].epoch == 1
+    assert server.buffers.value({"a.1"}, step=0)["a.1"].tolist() == [9.0]
+    assert {name: one.step for name, one in server.buffers.zero(prefix="a.").items()} == {"a.1": 2, "a.2": 2}
+    assert server.buffers.zero(["b"], idempotency_key=f"{key} z")["b"].step == 1
     assert server.buffers.zero(["b"], idempotency_key=f"{key} z")["b"].replayed
 
 
@@ -268,12 +264,12 @@ def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_polls")
-def test_value_waits_until_the_epoch_closes(server: Any, url: str) -> None:
+def test_value_waits_until_the_step_closes(server: Any, url: str) -> None:
     server.buffers["w"].create((1,), quorum=1)
     with after(0.3, url, lambda other: other.buffers["w"].accumulate([7])):
-        assert server.buffers["w"].value(epoch=0, timeout=20).tolist() == [7.0]
+        assert server.buffers["w"].value(step=0, timeout=20).tolist() == [7.0]
     with after(0.3, url, lambda other: other.buffers["w"].accumulate([8])):
-        assert server.buffers.value(["w"], epoch=1, timeout=20)["w"].tolist() == [8.0]
+        assert server.buffers.value(["w"], step=1, timeout=20)["w"].tolist() == [8.0]
 
 
 @pytest.mark.usefixtures("short_polls")
@@ -281,7 +277,7 @@ def test_take_waits_for_gradients(server: Any, url: str, key: str) -> None:
     server.buffers["w"].create((1,))
     with after(0.3, url, lambda other: other.buffers["w"].accumulate([7])):
         taken = server.buffers["w"].take(min_count=1, timeout=20, idempotency_key=f"{key} t")
-    assert (taken.value.tolist(), taken.epoch, taken.replayed) == ([7.0], 0, False)
+    assert (taken.value.tolist(), taken.step, taken.replayed) == ([7.0], 0, False)
     with after(0.3, url, lambda other: other.buffers["w"].accumulate([8])):
         assert server.buffers.take(["w"], min_count=1, timeout=20)["w"].value.tolist() == [8.0]
 
@@ -291,11 +287,11 @@ def test_waiting_ends_at_the_timeout(server: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(policy, "LONGEST_POLL", poll)
     server.buffers["w"].create((1,))
     server.buffers["w"].accumulate([1])
-    with pytest.raises(EpochOpen) as caught:
-        server.buffers["w"].value(epoch=0, timeout=0.3)
-    assert (caught.value.code, caught.value.context["epoch"]) == ("epoch_open", 0)
+    with pytest.raises(StepOpen) as caught:
+        server.buffers["w"].value(step=0, timeout=0.3)
+    assert (caught.value.code, caught.value.context["step"]) == ("step_open", 0)
     assert (caught.value.attempts > 1) is (poll < 0.3)
-    with pytest.raises(EpochOpen) as caught:
+    with pytest.raises(StepOpen) as caught:
         server.buffers["w"].take(min_count=2, timeout=0.3)
     assert (caught.value.code, caught.value.context["count"]) == ("too_few_gradients", 1)
 

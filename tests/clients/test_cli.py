@@ -97,11 +97,11 @@ def test_run_with_buffers_and_outputs(call: Call, server: Client, tmp_path: Path
     save_file({"dY": np.ones(2, np.float32)}, tmp_path / "in.safetensors")
     run: list[str | Path]
     run = ["run", "ReluGrad", tmp_path / "in.safetensors", "--from", "X:acts", "--into", "dX:sum", "--weight", "2"]
-    assert call(server, *run, "--epoch", "0", "--key", "k").out == "dX -> sum: epoch 0, count 1, weight 2\n"
-    again = call(server, *run, "--epoch", "0", "--key", "k", "--json").json
+    assert call(server, *run, "--step", "0", "--key", "k").out == "dX -> sum: step 0, count 1, weight 2\n"
+    again = call(server, *run, "--step", "0", "--key", "k", "--json").json
     assert again["outputs"] == {}
     assert (again["receipts"]["dX"]["count"], again["receipts"]["dX"]["replayed"]) == (1, True)
-    assert call(server, *run, "--epoch", "5").code == 4
+    assert call(server, *run, "--step", "5").code == 4
     assert server.buffers["sum"].value().tolist() == [2, 0]
     both = call(server, "run", "ReluGrad", "--from", "X:acts", "--from", "dY:sum")
     assert both.out == "dX: float32 [2]\n[2. 0.]\n"
@@ -123,21 +123,21 @@ def test_the_life_of_a_buffer(call: Call, server: Client, tmp_path: Path) -> Non
     np.save(tmp_path / "g.npy", np.array([1.5, 2.5]))
     file = tmp_path / "g.npy"
     made = call(server, "buffers", "create", "b:heart:", "[2]", "--quorum", "3", "--keep", "2", "--ttl", "1000")
-    assert made.out == "b:heart:: float32 [2], epoch 0, count 0 of 3\n"
+    assert made.out == "b:heart:: float32 [2], step 0, count 0 of 3\n"
     assert call(server, "buffers", "add", "b:heart:", file, "--weight", "-2").out.endswith("count 1, weight -2\n")
-    assert call(server, "buffers", "put", "b:heart:", file, "--epoch", "0").out.endswith("count 1, weight 1\n")
+    assert call(server, "buffers", "put", "b:heart:", file, "--step", "0").out.endswith("count 1, weight 1\n")
     listed = call(server, "buffers", "ls", "b").out.splitlines()
-    assert listed[0].split() == ["name", "shape", "dtype", "epoch", "count", "weight", "size"]
+    assert listed[0].split() == ["name", "shape", "dtype", "step", "count", "weight", "size"]
     assert listed[1].split() == "b:heart: [2] float32 0 1 of 3 1 8 B".split()
     assert call(server, "buffers", "ls", "nothing.", "--json").json == []
     shown = call(server, "buffers", "show", "b:heart:", "--json").json
     assert (shown["quorum"], shown["keep"], shown["ttl_seconds"], shown["shape"]) == (3, 2, 1000, [2])
-    assert "closed epochs  none" in call(server, "buffers", "show", "b:heart:").out
+    assert "closed steps  none" in call(server, "buffers", "show", "b:heart:").out
     assert call(server, "buffers", "get", "b:heart:").out == "b:heart:: float32 [2]\n[1.5 2.5]\n"
     taken = call(server, "buffers", "take", "b:heart:", "--min-count", "1", "--reduce", "mean", "--json").json
-    assert (taken["epoch"], taken["closed"], taken["value"]["data"]) == (0, True, [1.5, 2.5])
-    assert call(server, "buffers", "zero", "b:heart:").out == "b:heart:: epoch 2, count 0, weight 0\n"
-    old = call(server, "buffers", "get", "b:heart:", "--epoch", "0", "--dtype", "float64", "--json").json
+    assert (taken["step"], taken["closed"], taken["value"]["data"]) == (0, True, [1.5, 2.5])
+    assert call(server, "buffers", "zero", "b:heart:").out == "b:heart:: step 2, count 0, weight 0\n"
+    old = call(server, "buffers", "get", "b:heart:", "--step", "0", "--dtype", "float64", "--json").json
     assert old == {"name": "b:heart:", "dtype": "float64", "shape": [2], "data": [1.5, 2.5]}
     assert call(server, "buffers", "rm", "b:heart:").code == 0
     assert server.buffers.list() == []
@@ -148,7 +148,7 @@ def test_an_add_with_a_key_counts_once(call: Call, server: Client, tmp_path: Pat
     np.save(tmp_path / "g.npy", np.array(1.0))
     for _ in range(2):
         last = call(server, "buffers", "add", "b", tmp_path / "g.npy", "--key", "mine")
-    assert last.out == "b: epoch 0, count 1, weight 1, done before\n"
+    assert last.out == "b: step 0, count 1, weight 1, done before\n"
 
 
 def test_rows_in_a_file_are_a_sparse_gradient(call: Call, server: Client, tmp_path: Path) -> None:
@@ -183,14 +183,12 @@ def test_a_whole_file_is_added_to_all_buffers_or_to_none(
     server.buffers.create_many({"m.w": {"shape": (1, 2)}, "m.b": {"shape": ()}, "m.emb": {"shape": (3, 2)}})
     for _ in range(2):
         added = call(server, "buffers", "add", file, "--prefix", "m.", "--weight", "2", "--key", key)
-    assert added.out.splitlines() == [
-        f"m.{name}: epoch 0, count 1, weight 2, done before" for name in ("b", "emb", "w")
-    ]
+    assert added.out.splitlines() == [f"m.{name}: step 0, count 1, weight 2, done before" for name in ("b", "emb", "w")]
     values = {name: server.buffers[f"m.{name}"].value().tolist() for name in ("b", "emb", "w")}
     assert values == {"b": 6, "emb": [[0, 0], [0, 0], [8, 12]], "w": [[2, 4]]}
     receipts = call(server, "buffers", "add", file, "--prefix", "m.", "--json").json
     assert [(one["name"], one["count"]) for one in receipts] == [("m.b", 2), ("m.emb", 2), ("m.w", 2)]
-    assert call(server, "buffers", "add", "m.w", file, "--tensor", "w").out == "m.w: epoch 0, count 3, weight 4\n"
+    assert call(server, "buffers", "add", "m.w", file, "--tensor", "w").out == "m.w: step 0, count 3, weight 4\n"
 
 
 def test_files_of_numpy_with_several_arrays(call: Call, server: Client, tmp_path: Path) -> None:
@@ -219,7 +217,7 @@ def test_bfloat16_in_files(call: Call, server: Client, tmp_path: Path) -> None:
     assert read.dtype == BF16
     np.testing.assert_array_equal(read, values)
     np.testing.assert_array_equal(np.load(array), values.astype(np.float32), strict=True)
-    printed = call(server, "buffers", "get", "b", "--epoch", "0", "--json").json
+    printed = call(server, "buffers", "get", "b", "--step", "0", "--json").json
     assert printed["data"] == [1.5, "-Infinity", float(values[2])]
 
 
@@ -228,7 +226,7 @@ def test_rm_asks_on_a_terminal(server: Client) -> None:
     server.buffers["b"].create(2)
     asked = on_terminal(server, "buffers", "rm", "b", types="n\n")
     assert asked.code == 1
-    assert "Remove b, float32 [2], epoch 0, count 0?" in plain(asked.out)
+    assert "Remove b, float32 [2], step 0, count 0?" in plain(asked.out)
     assert len(server.buffers.list()) == 1
     assert on_terminal(server, "buffers", "rm", "b", types="y\n").code == 0
     assert server.buffers.list() == []
@@ -270,7 +268,7 @@ def test_watch_prints_lines_or_a_table(call: Call, server: Client, monkeypatch: 
     server.buffers["w"].accumulate([3, 4])
     monkeypatch.delattr(Buffer, "value")  # the norms are the server's: no sum is downloaded
     head, *lines = call(server, "watch", "--count", "2", "--interval", "0.05").out.splitlines()
-    columns = "time name shape dtype epoch count weight norm adds/s deadline missing state"
+    columns = "time name shape dtype step count weight norm adds/s deadline missing state"
     assert head.split("\t") == columns.split()
     assert [line.split("\t")[1:] for line in lines] == [
         ["w", "[2]", "float32", "0", "1 of 8", "1", "5", "", "", "", ""],
@@ -293,7 +291,7 @@ def test_watch_prints_lines_or_a_table(call: Call, server: Client, monkeypatch: 
         ("buffers show missing", 3, "unknown_buffer"),
         ("buffers create there 3", 4, "buffer_exists"),
         ("buffers take there --min-count 5", 4, "too_few_gradients"),
-        ("buffers get there --epoch 0", 4, "epoch_open"),
+        ("buffers get there --step 0", 4, "step_open"),
         ("buffers get ? -o out.npy", 5, "invalid_parameter"),
         ("buffers get there --dtype float8", 5, "invalid_parameter"),
         ("buffers add there two.safetensors", 5, "unknown_tensor"),
@@ -414,11 +412,11 @@ def test_a_file_that_cannot_be_written_is_reported(call: Call, server: Client, t
     assert call(server, "buffers", "take", "missing", "-o", old).code == 3
     assert call(server, "buffers", "take", "b", "-o", tmp_path).code == 1
     assert (old.read_text(), os.listdir(tmp_path)) == ("precious", ["old.npy"])
-    assert server.buffers["b"].info().epoch == 0
+    assert server.buffers["b"].info().step == 0
     if Path("/dev/full").exists():
         lost = call(server, "buffers", "take", "b", "-o", "/dev/full")
         assert lost.code == 1
-        assert "gradserve-client buffers get b --epoch 0" in lost.err
+        assert "gradserve-client buffers get b --step 0" in lost.err
 
 
 @pytest.mark.processes
@@ -452,7 +450,7 @@ def interrupted(number: signal.Signals, place: Path, *arguments: str) -> tuple[i
 
 @pytest.mark.processes
 def test_an_interrupt_while_waiting(tmp_path: Path) -> None:
-    code, said, _ = interrupted(signal.SIGINT, tmp_path, "buffers", "get", "b", "--epoch", "0", "--timeout", "50")
+    code, said, _ = interrupted(signal.SIGINT, tmp_path, "buffers", "get", "b", "--step", "0", "--timeout", "50")
     assert (code, said) == (130, b"")
 
 

@@ -61,7 +61,7 @@ def test_a_file_is_written_over_buffers_and_back(call: Call, server: Client, tmp
     tensors = {"fc.w": np.array([[1, 2]], np.float32), "fc.b": np.array([3.0])}
     save_file(tensors, given)
     lines = call(server, "buffers", "set", "m.p.", given).out.splitlines()
-    assert sorted(lines) == ["m.p.fc.b: epoch 0, count 1, weight 1", "m.p.fc.w: epoch 0, count 1, weight 1"]
+    assert sorted(lines) == ["m.p.fc.b: step 0, count 1, weight 1", "m.p.fc.w: step 0, count 1, weight 1"]
     assert len(call(server, "--json", "buffers", "set", "m.p.", given, "--key", "k").json) == 2
     assert call(server, "buffers", "save", "m.p.", made).out.splitlines() == [
         f"{made}: fc.b float64 [1]",

@@ -20,7 +20,7 @@ def server(url: str) -> Iterator[Client]:
         forget_all(server)
         server.buffers.create_many({"w1": {"shape": 2}, "w10": {"shape": 2}, "x": {"shape": 2}})
         for push, gradients, more in [
-            ("step1", {"w1": [1, 2], "x": [3, 4]}, {"weight": 0.5, "epoch": 0, "contributor": "ann"}),
+            ("step1", {"w1": [1, 2], "x": [3, 4]}, {"weight": 0.5, "step": 0, "contributor": "ann"}),
             ("step2", {"w10": [1, 2]}, {}),
             ("bad", {"w10": [1, 2, 3]}, {}),
         ]:
@@ -39,7 +39,7 @@ def forget_all(server: Client) -> None:
 
 def test_pushes_are_listed(call: Call, server: Client) -> None:
     head, *rows = call(server, "buffers", "pushes").out.splitlines()
-    assert head.split() == "push parts buffers size weight epoch contributor expires refused".split()
+    assert head.split() == "push parts buffers size weight step contributor expires refused".split()
     first, second, third = (row.split() for row in rows)
     assert first[:8] == "step1 1 of 3 2 16 B 0.5".split()
     assert (first[8:10], second[:8]) == (["0", "ann"], "step2 1 of 3 1 8 B 1".split())

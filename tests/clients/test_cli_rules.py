@@ -1,4 +1,4 @@
-"""The command line on what ends an epoch: rules, contributors, deadlines, and who is missing."""
+"""The command line on what ends a step: rules, contributors, deadlines, and who is missing."""
 
 from __future__ import annotations
 
@@ -90,18 +90,18 @@ def test_an_add_has_a_contributor(call: Call, server: Client, gradient: Path) ->
     server.buffers["w"].create(2, quorum=3)
     save_file({"dY": np.ones(2, np.float32), "X": np.ones(2, np.float32)}, gradient.with_name("in.safetensors"))
     add = ["buffers", "add", "w", gradient, "--contributor", "rank0"]
-    assert call(server, *add).out == "w: epoch 0, count 1, weight 1\n"
+    assert call(server, *add).out == "w: step 0, count 1, weight 1\n"
     again = call(server, *add)
     assert (again.code, "'rank0' has added 1 gradient" in again.err) == (4, True)
     run = ["run", "ReluGrad", gradient.with_name("in.safetensors"), "--into", "dX:w", "--contributor", "rank1"]
     assert call(server, *run).code == 0
     assert server.buffers["w"].info().contributors_in == {"rank0": 1, "rank1": 1}
     assert call(server, "buffers", "set-rules", "w", "--quorum", "2").code == 0
-    closed = call(server, "buffers", "show", "w", "--epoch", "0")
-    assert closed.out == "w: epoch 0, count 2, weight 2, closed by quorum\ncontributors: rank0, rank1\n"
-    receipt = call(server, "buffers", "show", "w", "--epoch", "0", "--timeout", "1", "--json").json
+    closed = call(server, "buffers", "show", "w", "--step", "0")
+    assert closed.out == "w: step 0, count 2, weight 2, closed by quorum\ncontributors: rank0, rank1\n"
+    receipt = call(server, "buffers", "show", "w", "--step", "0", "--timeout", "1", "--json").json
     assert (receipt["closed_by"], receipt["contributors"]) == ("quorum", {"rank0": 1, "rank1": 1})
-    assert call(server, "buffers", "show", "w", "--epoch", "1").code == 4
+    assert call(server, "buffers", "show", "w", "--step", "1").code == 4
 
 
 def test_who_is_missing_and_when_the_deadline_ends(call: Call, server: Client) -> None:

@@ -73,7 +73,7 @@ def test_rm_asks_on_a_terminal(server: Client) -> None:
 def test_the_rules_of_a_run_change(call: Call, server: Client) -> None:
     server.buffers["run7.a"].accumulate([1, 2])
     done = call(server, "buffers", "set-rules", "--prefix", "run7.", "--quorum", "1", "--ttl", "1000")
-    assert done == (0, "changed 3 of 3 buffers; epochs closed: 1\n", "")
+    assert done == (0, "changed 3 of 3 buffers; steps closed: 1\n", "")
     assert [(info.quorum, info.ttl_seconds) for info in server.buffers.list()] == [(1, 1000)] * 3 + [(None, None)]
     receipts = call(server, "buffers", "set-rules", "--prefix", "run7.", "--unset", "quorum", "--json").json
     assert [(receipt["name"], receipt["updated"], receipt["closed"]) for receipt in receipts] == [

@@ -27,12 +27,12 @@ PLAIN: dict[str, Any] = {
     "quorum": 3,
     "keep": 1,
     "ttl_seconds": None,
-    "epoch": 5,
+    "step": 5,
     "version": 17,
     "count": 2,
     "weight": 2.0,
     "bytes": 8,
-    "closed_epochs": [4],
+    "closed_steps": [4],
     "expires_at": None,
 }
 """The metadata of a buffer that lacks a gradient, as an older server gives them."""
@@ -56,7 +56,7 @@ STATES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def statistics(given: dict[str, Any]) -> dict[str, Any]:
-    sizes = {"epoch": 5, "version": 17, "count": 2, "weight": 2.0, "size": 2, "zeros": 0}
+    sizes = {"step": 5, "version": 17, "count": 2, "weight": 2.0, "size": 2, "zeros": 0}
     values = {"min": 1.0, "max": 1.0, "mean": 1.0, "norm": 1.0}
     return {**sizes, **values, "nan": given.get("nan", 0), "infinite": given.get("infinite", 0)}
 

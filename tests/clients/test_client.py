@@ -16,8 +16,6 @@ from gradserve_client import (
     AsyncClient,
     Client,
     Conflict,
-    EpochGone,
-    EpochOpen,
     GradserveError,
     InvalidInput,
     KeyReused,
@@ -25,7 +23,9 @@ from gradserve_client import (
     NothingToAverage,
     PreconditionFailed,
     Receipt,
-    StaleEpoch,
+    StaleStep,
+    StepGone,
+    StepOpen,
     Taken,
     TooLarge,
 )
@@ -148,12 +148,12 @@ def test_attributes_reach_the_kernel(server: Any) -> None:
 def test_into_adds_and_gives_a_receipt(server: Any, key: str) -> None:
     server.buffers["w"].create((2,))
     for count, into in enumerate(["w", server.buffers["w"]], 1):
-        receipt = server.ops.relu_grad([1, 2], [1, -1], into=into, weight=3, epoch=0)
+        receipt = server.ops.relu_grad([1, 2], [1, -1], into=into, weight=3, step=0)
         assert isinstance(receipt, Receipt)
         assert (receipt.name, receipt.count, receipt.weight) == ("w", count, 3.0 * count)
     assert server.buffers["w"].value().tolist() == [6.0, 0.0]
-    with pytest.raises(StaleEpoch):
-        server.ops.relu_grad([1, 2], [1, -1], into="w", epoch=7)
+    with pytest.raises(StaleStep):
+        server.ops.relu_grad([1, 2], [1, -1], into="w", step=7)
     server.ops.relu_grad([1, 2], [1, 1], into="w", idempotency_key=f"{key} mine")
     assert server.ops.relu_grad([1, 2], [1, 1], into="w", idempotency_key=f"{key} mine").replayed
     assert server.buffers["w"].value().tolist() == [7.0, 2.0]
@@ -164,7 +164,7 @@ def test_an_operator_with_an_input_weight_adds_with_a_weight_by_its_name(server:
     arrays = example(loss)
     expected = loss(arrays, {})["d_logits"]
     server.buffers["logits"].create(expected.shape)
-    assert server.ops.sparse_softmax_cross_entropy_grad(**arrays, into="logits", epoch=0).weight == 1
+    assert server.ops.sparse_softmax_cross_entropy_grad(**arrays, into="logits", step=0).weight == 1
     server.run(loss.name, arrays, into={"d_logits": "logits"}, weight=2)
     np.testing.assert_allclose(server.buffers["logits"].value(), 3 * expected, rtol=1e-6)
 
@@ -264,7 +264,7 @@ def test_the_operators_are_described(server: Any) -> None:
 
 
 def failing() -> dict[str, tuple[Any, type[GradserveError], int, str]]:
-    """Return failing calls with their error, status and code. The buffer w has shape (2,), and is in epoch 1."""
+    """Return failing calls with their error, status and code. The buffer w has shape (2,), and is in step 1."""
     return {
         "shape": (lambda s: s.ops.relu_grad([1, 2], [1]), InvalidInput, 422, "shape_mismatch"),
         "operator": (lambda s: s.run("NoSuchGrad", {"dY": [1]}), NotFound, 404, "unknown_operator"),
@@ -272,11 +272,11 @@ def failing() -> dict[str, tuple[Any, type[GradserveError], int, str]]:
         "attribute": (lambda s: s.run("ReluGrad", {"dY": [1], "X": [1]}, {"b": 1}), InvalidInput, 422, ""),
         "buffer": (lambda s: s.buffers["none"].accumulate([1, 2]), NotFound, 404, "unknown_buffer"),
         "differs": (lambda s: s.buffers["w"].create((3,)), Conflict, 409, "buffer_exists"),
-        "stale": (lambda s: s.buffers["w"].accumulate([1, 2], epoch=0), StaleEpoch, 409, "stale_epoch"),
-        "open": (lambda s: s.buffers["w"].value(epoch=1), EpochOpen, 409, "epoch_open"),
-        "few": (lambda s: s.buffers["w"].take(min_count=9), EpochOpen, 409, "too_few_gradients"),
+        "stale": (lambda s: s.buffers["w"].accumulate([1, 2], step=0), StaleStep, 409, "stale_step"),
+        "open": (lambda s: s.buffers["w"].value(step=1), StepOpen, 409, "step_open"),
+        "few": (lambda s: s.buffers["w"].take(min_count=9), StepOpen, 409, "too_few_gradients"),
         "mean": (lambda s: s.buffers["w"].value(reduce="mean"), NothingToAverage, 409, "nothing_to_average"),
-        "gone": (lambda s: s.buffers["gone"].value(epoch=0), EpochGone, 410, "epoch_gone"),
+        "gone": (lambda s: s.buffers["gone"].value(step=0), StepGone, 410, "step_gone"),
         "match": (lambda s: s.buffers["w"].zero(if_match='"8-8"'), PreconditionFailed, 412, "precondition_failed"),
         "body": (lambda s: s.buffers["w"].accumulate(np.zeros(1 << 19)), TooLarge, 413, "body_too_large"),
         "large": (lambda s: s.buffers["l"].create((1 << 30,)), TooLarge, 413, "tensor_too_large"),
@@ -290,7 +290,7 @@ def test_malformed_arguments_are_refused(server: Any) -> None:
     for key in ("", " a", "a ", "ä", "aäb", "a\n", "a" * 256, 5):
         with pytest.raises(InvalidInput, match="^idempotency_key is"):
             server.buffers["w"].accumulate([1], idempotency_key=key)
-    for name in ("from", "into", "outputs", "weight", "epoch", "contributor"):
+    for name in ("from", "into", "outputs", "weight", "step", "contributor"):
         with pytest.raises(InvalidInput, match=f"^{name} is not an attribute"):
             server.run("ReluGrad", {"dY": [1], "X": [1]}, {name: "dX:w"})
     with pytest.raises(InvalidInput, match="^activations is empty"):
@@ -381,7 +381,7 @@ def test_taken_is_a_receipt_with_a_value(server: Any) -> None:
 
 
 def test_parameters_of_into_are_refused_without_it(server: Any) -> None:
-    for more in ({"weight": 1.0}, {"weight": 2}, {"epoch": 0}):
+    for more in ({"weight": 1.0}, {"weight": 2}, {"step": 0}):
         with pytest.raises(InvalidInput, match=f"{next(iter(more))} is only for outputs that into= adds to a buffer"):
             server.ops.relu_grad([1], [1], **more)
 
@@ -441,7 +441,7 @@ def test_the_api_key_is_sent(kind: str, url: str, monkeypatch: pytest.MonkeyPatc
         assert server.is_ready()
 
 
-def test_a_step_reads_a_closed_epoch_and_writes_over_buffers(server: Any, key: str) -> None:
+def test_a_step_reads_a_closed_step_and_writes_over_buffers(server: Any, key: str) -> None:
     server.buffers.set({"w": [1, 2], "b": [3]}, prefix="m.p.")
     server.buffers.create_many({"m.g.w": {"shape": 2, "quorum": 2}, "m.g.b": {"shape": 1, "quorum": 2}})
     inputs = {"lr": 0.5, "weights": server.buffers["m.p.*"], "gradients": server.buffers["m.g.*@0"]}
@@ -452,7 +452,7 @@ def test_a_step_reads_a_closed_epoch_and_writes_over_buffers(server: Any, key: s
         return server.run("SGDOptimizerV2", inputs, idempotency_key=key, **given)
 
     server.buffers.accumulate({"m.g.w": [2, 2], "m.g.b": [2]})
-    with pytest.raises(EpochOpen):
+    with pytest.raises(StepOpen):
         step()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(step, timeout=20)

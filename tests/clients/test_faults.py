@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from gradserve_client import AsyncClient, Client, ConnectionFailed, EpochOpen
+from gradserve_client import AsyncClient, Client, ConnectionFailed, StepOpen
 from gradserve_client._http import policy
 
 from tests.clients.both import adding, connected, go_on
@@ -93,7 +93,7 @@ def test_takes_on_a_bad_network_lose_and_repeat_nothing(process: Server, plain: 
             while sum(one.count for one in taken) < 2 * ADDS:
                 try:
                     taken.append(server.buffers["w"].take(min_count=1, timeout=0.2))
-                except EpochOpen:
+                except StepOpen:
                     pass
 
         def add(worker: int) -> None:
@@ -104,7 +104,7 @@ def test_takes_on_a_bad_network_lose_and_repeat_nothing(process: Server, plain: 
         with ThreadPoolExecutor(3) as threads:
             for done in [threads.submit(take), *(threads.submit(add, worker) for worker in range(2))]:
                 done.result(60)
-    assert [one.epoch for one in taken] == list(range(len(taken)))
+    assert [one.step for one in taken] == list(range(len(taken)))
     expected = sum(gradient(worker, number) for worker in range(2) for number in range(ADDS))
     assert (sum(one.value for one in taken) == expected).all()
 

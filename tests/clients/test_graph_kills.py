@@ -53,7 +53,7 @@ def test_killed_workers_and_a_killed_server_make_each_step_once(tmp_path: Path) 
         infos = {one.name: one for one in client.buffers.list("killed.")}
         versions = {kind: {infos[f"killed.{kind}.{name}"].version for name in "wb"} for kind in "pmv"}
         assert versions == {"p": {STEPS + 1}, "m": {STEPS}, "v": {STEPS}}  # the first version has the weights
-        assert {infos[name].epoch for name in ("killed.g.w", "killed.g.b", "killed.loss")} == {STEPS}
+        assert {infos[name].step for name in ("killed.g.w", "killed.g.b", "killed.loss")} == {STEPS}
         alone = client.graphs["lin"].join("alone")
         for step in range(STEPS):
             for rank in range(WORKERS):

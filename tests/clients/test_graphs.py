@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradserve_client import Conflict, EpochOpen, InvalidInput, KeyReused, NotFound, StaleEpoch
+from gradserve_client import Conflict, InvalidInput, KeyReused, NotFound, StaleStep, StepOpen
 from gradserve_client._runs import training
 from onnx import helper
 
@@ -83,7 +83,7 @@ def test_one_worker_trains(server: Any) -> None:
         assert model.step == step + 1
     expected, losses = reference(4, 1, 0.1)
     assert done.loss == pytest.approx(losses[-1], rel=1e-5)
-    kept = [server.buffers["lin.loss"].value(epoch=epoch, reduce="mean").item() for epoch in range(4)]
+    kept = [server.buffers["lin.loss"].value(step=step, reduce="mean").item() for step in range(4)]
     assert kept == pytest.approx(losses, rel=1e-5)
     for name, value in model.parameters().items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5)
@@ -142,12 +142,12 @@ def test_a_worker_that_was_away_for_long_goes_on_where_the_run_is(server: Any, m
 
 
 def test_a_step_that_cannot_end_says_why(server: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(EpochOpen):
+    with pytest.raises(StepOpen):
         server.graphs["lin"].optim_step(lr=0.1)
     names = ["rank0", "rank1"]
     model = server.graphs["lin"].join("exp1", worker="rank0", timeout=0.1, quorum=2, contributors=names)
     model.forward_backward(batch(0, 0))
-    with pytest.raises(EpochOpen) as caught:
+    with pytest.raises(StepOpen) as caught:
         model.optim_step(lr=0.1)
     assert caught.value.missing == ("rank1",)
     with pytest.raises(InvalidInput, match="optimizer is 'Adam', but must be one of 'AdamWOptimizer'"):
@@ -163,7 +163,7 @@ def test_a_step_that_cannot_end_says_why(server: Any, caplog: pytest.LogCaptureF
     late = server.graphs["lin"].join("exp1", worker="rank1")
     assert late.start() == 0
     server.buffers.set({"w": [[1], [1]], "b": [1]}, prefix="exp1.p.")
-    with pytest.raises(StaleEpoch, match="written over its parameters"):
+    with pytest.raises(StaleStep, match="written over its parameters"):
         server.graphs["lin"].join("exp1", worker="rank1").forward_backward(batch(0, 1))
     assert late.forward_backward(batch(0, 1)).closed
     assert not caplog.messages

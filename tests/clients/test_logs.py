@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gradserve_client import AsyncClient, Client, ConnectionFailed, EpochOpen
+from gradserve_client import AsyncClient, Client, ConnectionFailed, StepOpen
 
 from tests.clients.both import connected
 from tests.clients.scripted import Answering, Clock, Scripted, Step, never_sent, says, sent_on, through
@@ -57,7 +57,7 @@ def test_a_server_that_is_away_for_several_calls_is_one_warning(
     assert len(said()) == 1
 
 
-@pytest.mark.parametrize("between", [says(404, code="unknown_buffer"), sent_on, says(409, code="epoch_open")])
+@pytest.mark.parametrize("between", [says(404, code="unknown_buffer"), sent_on, says(409, code="step_open")])
 def test_any_answer_ends_a_streak(
     kind: str, url: str, clock: Clock, said: Callable[[], list[str]], between: Step
 ) -> None:
@@ -65,7 +65,7 @@ def test_any_answer_ends_a_streak(
         for _ in range(2):
             try:
                 server.buffers["scripted"].info()
-            except (LookupError, EpochOpen):
+            except (LookupError, StepOpen):
                 pass
     assert len(said()) == 2
 
@@ -75,8 +75,8 @@ def test_calls_that_succeed_or_are_refused_say_nothing(kind: str, url: str, said
         server.buffers["scripted"].accumulate([1, 2])
         with pytest.raises(LookupError):
             server.buffers["nowhere"].info()
-        with pytest.raises(EpochOpen):
-            server.buffers["scripted"].value(epoch=7)
+        with pytest.raises(StepOpen):
+            server.buffers["scripted"].value(step=7)
         assert server.is_ready()
     assert said() == []
 
@@ -85,11 +85,11 @@ def test_calls_that_succeed_or_are_refused_say_nothing(kind: str, url: str, said
 
 
 def waiting(clock: Clock, **context: Any) -> Step:
-    """Return a poll that ends after its time without an epoch."""
+    """Return a poll that ends after its time without a step."""
 
     def step(send: Answering) -> httpx.Response:
         clock.now += 15
-        problem = {"code": "epoch_open", "detail": "it is open", "status": 409, **context}
+        problem = {"code": "step_open", "detail": "it is open", "status": 409, **context}
         return httpx.Response(409, json=problem)
 
     return step
@@ -102,30 +102,30 @@ TIMES = ("30 s", "1 min", "1 min")
 def test_a_wait_says_every_half_minute_what_it_waits_for(
     kind: str, url: str, clock: Clock, said: Callable[[], list[str]]
 ) -> None:
-    known = {"buffer": "scripted", "epoch": 7, "count": 3, "quorum": 4, "missing": ["rank3"]}
-    with through(kind, url, Scripted(forever=waiting(clock, **known))) as server, pytest.raises(EpochOpen):
-        server.buffers["scripted"].value(epoch=7, timeout=100)
-    lines = [f"WARNING waiting for rank3 for {time}: epoch 7 has 3 of 4 (scripted at {url})" for time in TIMES]
+    known = {"buffer": "scripted", "step": 7, "count": 3, "quorum": 4, "missing": ["rank3"]}
+    with through(kind, url, Scripted(forever=waiting(clock, **known))) as server, pytest.raises(StepOpen):
+        server.buffers["scripted"].value(step=7, timeout=100)
+    lines = [f"WARNING waiting for rank3 for {time}: step 7 has 3 of 4 (scripted at {url})" for time in TIMES]
     assert said() == lines
 
 
 @pytest.mark.parametrize(
     ("known", "line"),
     [
-        ({"epoch": 0, "count": 0}, "for 30 s: epoch 0 has 0 ("),
-        ({"epoch": 0, "count": 1, "min_count": 3}, "for 2 of 3 for 30 s: epoch 0 has 1 of 3 ("),
-        ({"epoch": 0, "count": 1, "missing": []}, "for 30 s: epoch 0 has 1 ("),
-        ({"epoch": 0, "count": 1, "missing": ["a", "b"]}, "for a and b for 30 s: epoch 0 has 1 ("),
-        ({"epoch": 0, "count": 1, "missing": list("abcde")}, "for a, b, c and 2 more for 30 s: epoch 0 has 1 ("),
+        ({"step": 0, "count": 0}, "for 30 s: step 0 has 0 ("),
+        ({"step": 0, "count": 1, "min_count": 3}, "for 2 of 3 for 30 s: step 0 has 1 of 3 ("),
+        ({"step": 0, "count": 1, "missing": []}, "for 30 s: step 0 has 1 ("),
+        ({"step": 0, "count": 1, "missing": ["a", "b"]}, "for a and b for 30 s: step 0 has 1 ("),
+        ({"step": 0, "count": 1, "missing": list("abcde")}, "for a, b, c and 2 more for 30 s: step 0 has 1 ("),
         ({}, "for 30 s: it is open ("),
     ],
 )
-def test_the_state_of_an_epoch(
+def test_the_state_of_an_step(
     url: str, clock: Clock, said: Callable[[], list[str]], known: dict[str, Any], line: str
 ) -> None:
     with through("sync", url, Scripted(forever=waiting(clock, **known))) as server:
-        with pytest.raises(EpochOpen):
-            server.buffers["scripted"].value(epoch=0, timeout=31)
+        with pytest.raises(StepOpen):
+            server.buffers["scripted"].value(step=0, timeout=31)
     assert said()[0].startswith(f"WARNING waiting {line}")
 
 
@@ -147,11 +147,11 @@ def test_the_state_of_an_epoch(
 def test_a_wait_names_the_run_in_place_of_its_bookkeeping(
     url: str, clock: Clock, said: Callable[[], list[str]], buffer: str, place: str
 ) -> None:
-    known = {"epoch": 0, "count": 1, "quorum": 2, "buffer": buffer}
+    known = {"step": 0, "count": 1, "quorum": 2, "buffer": buffer}
     with through("sync", url, Scripted(forever=waiting(clock, **known))) as server:
-        with pytest.raises(EpochOpen):
-            server.buffers["scripted"].value(epoch=0, timeout=31)
-    assert said()[0] == f"WARNING waiting for 1 of 2 for 30 s: epoch 0 has 1 of 2 ({place} at {url})"
+        with pytest.raises(StepOpen):
+            server.buffers["scripted"].value(step=0, timeout=31)
+    assert said()[0] == f"WARNING waiting for 1 of 2 for 30 s: step 0 has 1 of 2 ({place} at {url})"
 
 
 def test_a_server_says_the_quorum_and_who_is_missing(url: str) -> None:
@@ -160,12 +160,12 @@ def test_a_server_says_the_quorum_and_who_is_missing(url: str) -> None:
         try:
             buffer.create(2, quorum=4, contributors=["rank0", "rank1"], per_contributor=2)
             buffer.accumulate([1, 2], contributor="rank1")
-            with pytest.raises(EpochOpen) as caught:
-                buffer.value(epoch=0)
+            with pytest.raises(StepOpen) as caught:
+                buffer.value(step=0)
         finally:
             buffer.delete()
     context = caught.value.context
-    assert (context["epoch"], context["count"], context["quorum"], context["missing"]) == (0, 1, 4, ["rank0"])
+    assert (context["step"], context["count"], context["quorum"], context["missing"]) == (0, 1, 4, ["rank0"])
 
 
 def test_a_program_without_logging_prints_nothing() -> None:

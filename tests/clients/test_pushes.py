@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import httpx
 import numpy as np
 import pytest
-from gradserve_client import ConnectionFailed, InvalidInput, KeyReused, NotFound, Rows, StaleEpoch, StoreFull, TooLarge
+from gradserve_client import ConnectionFailed, InvalidInput, KeyReused, NotFound, Rows, StaleStep, StoreFull, TooLarge
 from gradserve_client._wire import pushes
 from gradserve_client._wire.tensors import MEDIA_TYPE
 from safetensors.numpy import save
@@ -91,9 +91,9 @@ def gradients(value: float = 1.0) -> dict[str, Any]:
     return {name: np.full(LENGTH, value + number, np.float32) for number, name in enumerate(NAMES)}
 
 
-def sums(server: Any, epoch: int | None = None) -> list[float]:
+def sums(server: Any, step: int | None = None) -> list[float]:
     """Return the first number of each buffer, whose numbers are all equal."""
-    values = [server.buffers[name].value(epoch=epoch) for name in NAMES]
+    values = [server.buffers[name].value(step=step) for name in NAMES]
     assert all((value == value[0]).all() for value in values)
     return [float(value[0]) for value in values]
 
@@ -109,15 +109,15 @@ def is_last(request: httpx.Request) -> bool:
 
 
 def test_an_add_that_is_larger_than_a_request_is_one_push(server: Any, key: str) -> None:
-    receipts = server.buffers.accumulate(gradients(), weight=2, epoch=0, contributor="ann", idempotency_key=key)
+    receipts = server.buffers.accumulate(gradients(), weight=2, step=0, contributor="ann", idempotency_key=key)
     assert [*receipts] == NAMES
     assert {(one.count, one.weight, one.replayed) for one in receipts.values()} == {(1, 2.0, False)}
-    again = server.buffers.accumulate(gradients(), weight=2, epoch=0, contributor="ann", idempotency_key=key)
+    again = server.buffers.accumulate(gradients(), weight=2, step=0, contributor="ann", idempotency_key=key)
     assert {(one.count, one.replayed) for one in again.values()} == {(1, True)}
     assert sums(server) == [2 * value for value in ascending(1)]
     assert server.buffers.pushes() == []
     with pytest.raises(KeyReused):
-        server.buffers.accumulate(gradients(2), weight=2, epoch=0, contributor="ann", idempotency_key=key)
+        server.buffers.accumulate(gradients(2), weight=2, step=0, contributor="ann", idempotency_key=key)
     assert sums(server) == [2 * value for value in ascending(1)]
 
 
@@ -166,8 +166,8 @@ def test_a_refusal_leaves_nothing_on_any_server(server: Any, key: str) -> None:
 def test_a_late_push_counts_nowhere(server: Any) -> None:
     for name in (NAMES[2], NAMES[9]):
         server.buffers[name].take()
-    with pytest.raises(StaleEpoch):
-        server.buffers.accumulate(gradients(), epoch=0)
+    with pytest.raises(StaleStep):
+        server.buffers.accumulate(gradients(), step=0)
     assert sums(server) == [0.0] * len(NAMES)
     assert server.buffers.pushes() == []
 
@@ -337,7 +337,7 @@ def test_pushes_are_listed_and_forgotten(server: Any) -> None:
         client.post("/v1/buffers/accumulate", params=query, json={"other": [0.5] * 4}).raise_for_status()
     (found,) = server.buffers.pushes("oth")
     assert (found.push, found.parts, found.staged, found.bytes, found.count) == ("p1", 3, (1,), 16, 1)
-    assert (found.buffers, found.weight, found.epoch, found.contributor) == (("other",), 2.0, None, "ann")
+    assert (found.buffers, found.weight, found.step, found.contributor) == (("other",), 2.0, None, "ann")
     assert found.expires_at - found.began_at == 900
     assert server.buffers.pushes("none") == []
     assert server.buffers.forget_push("p1")
@@ -348,16 +348,16 @@ def test_pushes_are_listed_and_forgotten(server: Any) -> None:
             call(7)
 
 
-def test_epochs_close_without_their_values(server: Any, key: str) -> None:
+def test_steps_close_without_their_values(server: Any, key: str) -> None:
     server.buffers.accumulate(gradients())
-    closed = server.buffers.close_epoch(NAMES, min_count=1, epoch=0, idempotency_key=key)
-    assert {(one.epoch, one.count, one.closed, one.closed_by) for one in closed.values()} == {(0, 1, True, "take")}
-    again = server.buffers.close_epoch(NAMES, min_count=1, epoch=0, idempotency_key=key)
+    closed = server.buffers.close_step(NAMES, min_count=1, step=0, idempotency_key=key)
+    assert {(one.step, one.count, one.closed, one.closed_by) for one in closed.values()} == {(0, 1, True, "take")}
+    again = server.buffers.close_step(NAMES, min_count=1, step=0, idempotency_key=key)
     assert all(one.replayed for one in again.values())
-    assert sums(server, epoch=0) == ascending(1)
+    assert sums(server, step=0) == ascending(1)
     assert sums(server) == [0.0] * len(NAMES)
-    with pytest.raises(StaleEpoch):
-        server.buffers.close_epoch(prefix="layer", epoch=0)
+    with pytest.raises(StaleStep):
+        server.buffers.close_step(prefix="layer", step=0)
 
 
 def test_a_small_add_is_a_push_too_if_the_server_takes_less_than_others(kind: str) -> None:

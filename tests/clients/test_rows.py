@@ -29,7 +29,7 @@ FORMS: dict[str, Any] = {
 def test_rows_are_a_gradient(server: Any, form: str) -> None:
     buffer = server.buffers["emb"]
     buffer.create((4, 2))
-    receipt = buffer.accumulate(FORMS[form], weight=2, epoch=0, contributor="ann", return_value=True)
+    receipt = buffer.accumulate(FORMS[form], weight=2, step=0, contributor="ann", return_value=True)
     assert (receipt.count, receipt.weight, receipt.value.tolist()) == (1, 2.0, (2 * np.array(SUM)).tolist())
     assert buffer.accumulate(FORMS[form], overwrite=True).count == 1
     assert buffer.value().tolist() == SUM

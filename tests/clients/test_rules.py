@@ -1,4 +1,4 @@
-"""What ends an epoch, who is in it, and rules that change: in both clients, and over several servers."""
+"""What ends a step, who is in it, and rules that change: in both clients, and over several servers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from gradserve_client import (
     Conflict,
     DuplicateContributor,
-    EpochGone,
-    EpochOpen,
     InvalidInput,
     NotFound,
     NothingToAverage,
     PreconditionFailed,
+    StepGone,
+    StepOpen,
 )
 
 from tests.clients.both import connected
@@ -96,9 +96,9 @@ def test_every_add_lists_its_contributor(server: Any) -> None:
     info = w.info()
     assert info.contributors_in == {"rank0": 1, "Jürgen 1": 1, "rank2": 1, "stranger": 1}
     assert info.missing == ("rank3",)
-    with pytest.raises(DuplicateContributor, match="'rank0' has added 1 gradient to epoch 0") as caught:
+    with pytest.raises(DuplicateContributor, match="'rank0' has added 1 gradient to step 0") as caught:
         w.accumulate([1, 2], contributor="rank0")
-    assert (caught.value.status, caught.value.context["epoch"]) == (409, 0)
+    assert (caught.value.status, caught.value.context["step"]) == (409, 0)
     taken = w.take()
     assert (taken.closed_by, taken.contributors) == ("take", info.contributors_in)
     assert w.accumulate([1, 2], contributor="rank0").contributors is None
@@ -120,25 +120,25 @@ def test_contributors_have_printable_names(server: Any, name: Any) -> None:
         server.run("ReluGrad", {"dY": 1.0, "X": 1.0}, {"contributor": "rank0"})
 
 
-def test_an_open_epoch_says_who_is_missing(server: Any) -> None:
+def test_an_open_step_says_who_is_missing(server: Any) -> None:
     w = server.buffers["w"]
     w.create(2, quorum=3, contributors=["rank0", "rank1", "rank2"])
     w.accumulate([1, 2], contributor="rank1")
     reads: list[Callable[[], object]] = [
-        lambda: w.value(epoch=0),
-        lambda: w.info(epoch=0),
-        lambda: server.buffers.value(["w"], epoch=0),
+        lambda: w.value(step=0),
+        lambda: w.info(step=0),
+        lambda: server.buffers.value(["w"], step=0),
         lambda: w.take(min_count=2),
         lambda: server.buffers.take(["w"], min_count=2),
     ]
     for read in reads:
-        with pytest.raises(EpochOpen, match="rank0 and rank2 are missing") as caught:
+        with pytest.raises(StepOpen, match="rank0 and rank2 are missing") as caught:
             read()
         assert caught.value.missing == ("rank0", "rank2")
         assert caught.value.context["quorum"] == 3
     server.buffers["b"].create(2, quorum=1)
-    with pytest.raises(EpochOpen) as caught:
-        server.buffers["b"].value(epoch=0)
+    with pytest.raises(StepOpen) as caught:
+        server.buffers["b"].value(step=0)
     assert caught.value.missing == ()
 
 
@@ -149,29 +149,29 @@ def test_the_missing_of_several_servers_are_joined(kind: str, urls: list[str]) -
         server.buffers.create_many(dict.fromkeys(["miss.a", "miss.b"], expected))
         server.buffers["miss.a"].accumulate(1.0, contributor="rank0")
         server.buffers["miss.b"].accumulate(1.0, contributor="rank2")
-        with pytest.raises(EpochOpen) as caught:
-            server.buffers.value(["miss.a", "miss.b"], epoch=0)
+        with pytest.raises(StepOpen) as caught:
+            server.buffers.value(["miss.a", "miss.b"], step=0)
         assert sorted(caught.value.missing) == ["rank0", "rank1", "rank2"]
         delete_all(server)  # other clients do not know these places
 
 
-# ----- what ends an epoch -----
+# ----- what ends a step -----
 
 
-def test_a_deadline_ends_an_epoch(server: Any) -> None:
+def test_a_deadline_ends_an_step(server: Any) -> None:
     w = server.buffers["w"]
     w.create(2, quorum=3, deadline_seconds=0.2, min_count=2)
     w.accumulate([1, 2], contributor="a")
     assert w.info().deadline_at >= w.info().updated_at
     w.accumulate([1, 2], weight=3, contributor="b")
-    receipt = w.info(epoch=0, timeout=20)
+    receipt = w.info(step=0, timeout=20)
     assert (receipt.closed, receipt.closed_by, receipt.contributors) == (True, "deadline", {"a": 1, "b": 1})
-    assert (receipt.epoch, receipt.count, receipt.weight, receipt.value) == (0, 2, 4.0, None)
+    assert (receipt.step, receipt.count, receipt.weight, receipt.value) == (0, 2, 4.0, None)
     assert receipt.etag == w.info().etag
-    assert w.value(epoch=0).tolist() == [4, 8]
+    assert w.value(step=0).tolist() == [4, 8]
 
 
-def test_a_weight_ends_an_epoch(server: Any) -> None:
+def test_a_weight_ends_an_step(server: Any) -> None:
     w = server.buffers["w"]
     w.create(1, quorum_weight=10)
     assert not w.accumulate(1.0, weight=9).closed
@@ -184,31 +184,31 @@ def test_a_mean_of_nothing_has_its_receipt(server: Any) -> None:
     w.create(1, quorum=1)
     w.accumulate(1.0, weight=0, contributor="a")
     reads: list[Callable[[], object]] = [
-        lambda: w.value(epoch=0, reduce="mean"),
-        lambda: server.buffers.value(["w"], epoch=0, reduce="mean"),
+        lambda: w.value(step=0, reduce="mean"),
+        lambda: server.buffers.value(["w"], step=0, reduce="mean"),
     ]
     for read in reads:
         with pytest.raises(NothingToAverage) as caught:
             read()
-        assert caught.value.receipt == w.info(epoch=0)
-    assert w.info(epoch=0).contributors == {"a": 1}
+        assert caught.value.receipt == w.info(step=0)
+    assert w.info(step=0).contributors == {"a": 1}
     with pytest.raises(NothingToAverage) as caught:
         w.take(reduce="mean")
     assert caught.value.receipt is None
 
 
-def test_receipts_of_epochs_that_cannot_be_read(server: Any) -> None:
+def test_receipts_of_steps_that_cannot_be_read(server: Any) -> None:
     w = server.buffers["w"]
     with pytest.raises(NotFound):
-        w.info(epoch=0)
+        w.info(step=0)
     w.create(1, quorum=1)
-    with pytest.raises(EpochOpen):
-        w.info(epoch=1, timeout=0.01)
+    with pytest.raises(StepOpen):
+        w.info(step=1, timeout=0.01)
     for _ in range(2):
         w.accumulate(1.0)
-    assert w.info(epoch=1).closed_by == "quorum"
-    with pytest.raises(EpochGone):
-        w.info(epoch=0)
+    assert w.info(step=1).closed_by == "quorum"
+    with pytest.raises(StepGone):
+        w.info(step=0)
 
 
 # ----- rules that change -----
@@ -236,7 +236,7 @@ def test_every_rule_changes_and_goes_away(server: Any) -> None:
         server.buffers["nothing"].set_rules(quorum=1)
 
 
-def test_a_rule_that_is_fulfilled_closes_the_epoch(server: Any, key: str) -> None:
+def test_a_rule_that_is_fulfilled_closes_the_step(server: Any, key: str) -> None:
     w = server.buffers["w"]
     w.create(1, quorum=3)
     w.accumulate(1.0)
@@ -244,8 +244,8 @@ def test_a_rule_that_is_fulfilled_closes_the_epoch(server: Any, key: str) -> Non
         w.set_rules(quorum=1, if_match='"0-0"')
     for _ in range(2):  # the second call is a repetition
         info = w.set_rules(quorum=1, if_match='"0-1"', idempotency_key=key)
-        assert (info.epoch, info.quorum, info.closed_epochs) == (1, 1, (0,))
-    assert w.info(epoch=0).closed_by == "quorum"
+        assert (info.step, info.quorum, info.closed_steps) == (1, 1, (0,))
+    assert w.info(step=0).closed_by == "quorum"
 
 
 def test_rules_of_buffers_on_several_servers(kind: str, urls: list[str]) -> None:

@@ -17,11 +17,11 @@ from gradserve_client import (
     AsyncClient,
     Client,
     ConnectionFailed,
-    EpochOpen,
     InvalidInput,
     KeyReused,
     NotFound,
-    StaleEpoch,
+    StaleStep,
+    StepOpen,
 )
 from gradserve_client._http import policy
 from gradserve_client._http.placement import Placement, balanced
@@ -157,17 +157,17 @@ def story(server: Any, prefix: str) -> Iterator[Any]:
         receipts = server.buffers.accumulate(ones(*reversed(names)), weight=weight, idempotency_key=f"{prefix}{weight}")
         yield sorted(receipts.items())
     yield server.buffers.accumulate(ones(*names), weight=4, idempotency_key=f"{prefix}5")[names[0]]
-    values = server.buffers.value(names, epoch=0, reduce="mean", timeout=5)
+    values = server.buffers.value(names, step=0, reduce="mean", timeout=5)
     yield {name: value.tolist() for name, value in values.items()}
     yield {name: value.tolist() for name, value in server.buffers.value(prefix=prefix, dtype="float64").items()}
-    taken = server.buffers.take(prefix=prefix, min_count=1, epoch=1)
+    taken = server.buffers.take(prefix=prefix, min_count=1, step=1)
     yield {name: (one, one.value.tolist()) for name, one in taken.items()}
     yield server.buffers.zero(names[:5], idempotency_key=f"{prefix}6")
     yield server.buffers.zero(names[:5], idempotency_key=f"{prefix}6")
     with pytest.raises(KeyReused):
         server.buffers.accumulate(ones(*names), weight=3, idempotency_key=f"{prefix}1")
-    with pytest.raises(EpochOpen) as caught:
-        server.buffers.value(names, epoch=3)
+    with pytest.raises(StepOpen) as caught:
+        server.buffers.value(names, step=3)
     yield caught.value.code
     for call in (server.buffers.take, server.buffers.value):
         with pytest.raises(NotFound):
@@ -302,7 +302,7 @@ def test_a_retry_after_an_unreachable_server_counts_once_everywhere(
         assert server.is_ready()
 
 
-def test_epochs_close_exactly_through_kills(
+def test_steps_close_exactly_through_kills(
     processes: list[Server], durable: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three workers add to all servers, one of them with `await`, while servers are killed."""
@@ -318,9 +318,9 @@ def test_epochs_close_exactly_through_kills(
             process.restart()
     assert all(counts)
     for info in durable.buffers.list():
-        assert 3 * info.epoch + info.count == sum(counts), info
-        kept = [durable.buffers[info.name].value(epoch=epoch) for epoch in info.closed_epochs[-100:]]
-        if info.epoch <= 100:
+        assert 3 * info.step + info.count == sum(counts), info
+        kept = [durable.buffers[info.name].value(step=step) for step in info.closed_steps[-100:]]
+        if info.step <= 100:
             sums = sum(kept) + durable.buffers[info.name].value()
             assert (sums == counts[0] + 2 * counts[1] + 3 * counts[2]).all()
 
@@ -336,11 +336,11 @@ def test_waits_go_to_all_servers_at_once(shards: Any) -> None:
 
     with ThreadPoolExecutor(1) as threads:
         closing = threads.submit(close)
-        values = shards.buffers.value(names, epoch=0, timeout=20)
+        values = shards.buffers.value(names, step=0, timeout=20)
         closing.result()
     assert {name: value.tolist() for name, value in values.items()} == {name: [1, 2] for name in names}
-    with pytest.raises(StaleEpoch):
-        shards.buffers.accumulate(ones(*names), epoch=0)
+    with pytest.raises(StaleStep):
+        shards.buffers.accumulate(ones(*names), step=0)
 
 
 def test_an_interrupt_ends_a_wait(urls: list[str]) -> None:
@@ -354,7 +354,7 @@ def test_an_interrupt_ends_a_wait(urls: list[str]) -> None:
             create(server, *names)
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(KeyboardInterrupt):
-                server.buffers.value(names, epoch=0, timeout=20)
+                server.buffers.value(names, step=0, timeout=20)
             server.buffers.take(names)  # ends what still waits in the threads
             delete_all(server)
     finally:
@@ -372,7 +372,7 @@ def test_a_cancelled_call_leaves_the_client_usable(urls: list[str]) -> None:
                 await server.buffers.take(names, min_count=1, timeout=20)
             assert scope.cancelled_caught
             receipts = await server.buffers.accumulate(ones(*names))
-            assert [(one.epoch, one.count) for one in receipts.values()] == [(0, 1)] * 3
+            assert [(one.step, one.count) for one in receipts.values()] == [(0, 1)] * 3
             for name in names:
                 await server.buffers[name].delete()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradserve_client import EpochOpen, NotFound
+from gradserve_client import NotFound, StepOpen
 
 from tests.clients.both import connected
 from tests.serving import serving
@@ -20,12 +20,12 @@ def test_statistics_of_one_buffer(server: Any) -> None:
     assert sum(found.histogram["counts"]) == 2
     np.testing.assert_array_equal(found.heat_map, [[3, 4], [0, np.nan]])
     server.buffers["w"].accumulate(0.0)
-    closed = server.buffers["w"].statistics(epoch=0)
+    closed = server.buffers["w"].statistics(step=0)
     assert (closed.norm, closed.count, closed.heat_map) == (5.0, 2, None)
-    assert [(one["epoch"], one["norm"], one["nonfinite"]) for one in closed.epochs] == [(0, 5.0, 1)]
+    assert [(one["step"], one["norm"], one["nonfinite"]) for one in closed.steps] == [(0, 5.0, 1)]
     assert server.buffers["w"].statistics().norm == 0.0
-    with pytest.raises(EpochOpen):
-        server.buffers["w"].statistics(epoch=1)
+    with pytest.raises(StepOpen):
+        server.buffers["w"].statistics(step=1)
     with pytest.raises(NotFound):
         server.buffers["none"].statistics()
 

@@ -21,9 +21,9 @@ from gradserve_client import (
     AsyncClient,
     Client,
     ConnectionFailed,
-    EpochOpen,
     InvalidInput,
     ServerFailed,
+    StepOpen,
     TimedOut,
     TooLarge,
 )
@@ -88,7 +88,7 @@ def test_a_slow_upload_is_not_silence(kind: str) -> None:
                     more = len(connection.recv(1 << 18))
                     time.sleep(more / 10e6)
                     got += more
-                body = b'{"name":"w","updated":true,"closed":false,"epoch":0,"version":1,"count":1,"weight":1.0}'
+                body = b'{"name":"w","updated":true,"closed":false,"step":0,"version":1,"count":1,"weight":1.0}'
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
 
         thread = threading.Thread(target=serve)
@@ -299,7 +299,7 @@ def test_many_waiting_calls_do_not_keep_others_from_the_server(url: str) -> None
         async with AsyncClient(url) as server:
             awaited = server.buffers["awaited"]
             await awaited.create((1,), quorum=1)
-            waiting = [asyncio.create_task(awaited.value(epoch=0, timeout=60)) for _ in range(150)]
+            waiting = [asyncio.create_task(awaited.value(step=0, timeout=60)) for _ in range(150)]
             await asyncio.to_thread(wait_until, lambda: in_flight(url) >= 150)
             try:
                 await asyncio.wait_for(awaited.accumulate([7]), 15)
@@ -405,7 +405,7 @@ def test_https(kind: str, certificate: tuple[Path, Path], monkeypatch: pytest.Mo
                 for _ in range(3):
                     assert (server.ops.relu_grad(tensor, np.ones_like(tensor)) == tensor).all()
                 server.buffers["w"].create((1,))
-                with pytest.raises(EpochOpen):
+                with pytest.raises(StepOpen):
                     server.buffers["w"].take(min_count=1, timeout=0.2)
 
 

@@ -21,7 +21,7 @@ with Client("http://here", api_key="k", timeout=1) as server:
     weights: Buffer = server.buffers["w"]
     reveal_type(server.ops.relu_grad(ones, [1.0, 2.0]))  # ndarray
     reveal_type(server.ops.relu_grad(ones, weights))  # ndarray
-    reveal_type(server.ops.relu_grad(ones, ones, into="w", weight=2.0, epoch=1))  # Receipt
+    reveal_type(server.ops.relu_grad(ones, ones, into="w", weight=2.0, step=1))  # Receipt
     reveal_type(server.ops.relu_grad(ones, ones, into=weights, idempotency_key="k"))  # Receipt
     reveal_type(server.ops.gru_grad(ones, ones, ones, None, None, None, ones, ones))  # GRUGradOutputs
     reveal_type(server.ops.gru_grad(ones, ones, ones, None, None, None, ones, ones).dX)  # ndarray
@@ -42,7 +42,7 @@ with Client("http://here", api_key="k", timeout=1) as server:
     reveal_type(weights.take())  # Taken
     reveal_type(weights.take().value)  # ndarray
     reveal_type(weights.info())  # BufferInfo
-    reveal_type(weights.info(epoch=3, timeout=1))  # Receipt
+    reveal_type(weights.info(step=3, timeout=1))  # Receipt
     reveal_type(weights.set_rules(quorum=None, deadline_seconds=30, contributors=["rank0"]))  # BufferInfo
     reveal_type(weights.delete())  # None
     reveal_type(server.buffers.take(prefix="w"))  # dict[str, Taken]
@@ -61,7 +61,7 @@ async def main() -> None:
         reveal_type(await server.ops.gru_grad(ones, ones, ones, None, None, None, ones, ones))  # GRUGradOutputs
         reveal_type(await weights.take(min_count=1))  # Taken
         reveal_type(await weights.value())  # ndarray
-        reveal_type(await weights.info(epoch=3))  # Receipt
+        reveal_type(await weights.info(step=3))  # Receipt
         reveal_type(await weights.set_rules(quorum=3))  # BufferInfo
         reveal_type(await server.buffers.take(["w"]))  # dict[str, Taken]
         reveal_type(await weights.statistics())  # Statistics
@@ -100,7 +100,7 @@ server.buffers["w"].accumulate(None)  # arg-type
 server.buffers["w"].accumulate(Rows([0]))  # call-arg
 server.ops.relu_grad(Rows([0], ones), ones)  # call-overload
 server.buffers.accumulate([ones])  # arg-type
-server.buffers["w"].info().epoch = 3  # misc
+server.buffers["w"].info().step = 3  # misc
 server.buffers["w"].set_rules(min_count=None)  # arg-type
 server.buffers["w"].set_rules(shape=3)  # call-arg
 server.ops.relu_grad(ones, ones, contributor="rank0")  # call-overload
@@ -110,7 +110,7 @@ Client(7)  # arg-type
 async def main() -> None:
     async with AsyncClient() as server:
         two: Receipt = await server.ops.relu_grad(ones, ones)  # assignment
-        (await server.buffers["w"].take()).epoch.x  # attr-defined
+        (await server.buffers["w"].take()).step.x  # attr-defined
         server.buffers["w"].take().value  # attr-defined
 """
 

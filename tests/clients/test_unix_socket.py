@@ -60,10 +60,10 @@ def test_tensors_of_every_size(server: Any, size: int, key: str) -> None:
     delete_all(server)
 
 
-def test_a_wait_ends_with_its_epoch(server: Any, path: Path, key: str) -> None:
+def test_a_wait_ends_with_its_step(server: Any, path: Path, key: str) -> None:
     server.buffers[key].create(2)
     with Client(f"unix:{path}") as other, ThreadPoolExecutor(1) as thread:
-        waits = thread.submit(other.buffers[key].value, epoch=0, timeout=20)
+        waits = thread.submit(other.buffers[key].value, step=0, timeout=20)
         server.buffers[key].accumulate([1, 2])
         server.buffers[key].take()
         np.testing.assert_array_equal(waits.result(), [1, 2])

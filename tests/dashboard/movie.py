@@ -90,8 +90,8 @@ class Worker(Pane):
             self.process = started(url, self._folder, self._rank, out)
 
     def wait(self) -> None:
-        """Return when the worker has ended an epoch since its start."""
-        wait_until(lambda: "epoch" in self.text().rpartition(PROMPT)[2])
+        """Return when the worker has ended a step since its start."""
+        wait_until(lambda: "step" in self.text().rpartition(PROMPT)[2])
 
     def kill(self) -> None:
         """Kill -9 the process, and say what the shell says then."""

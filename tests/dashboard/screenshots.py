@@ -28,7 +28,7 @@ from tests.serving import serving, wait_until
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
-EXAMPLE = ("examples/digits_data_parallel.py", "--epochs", "1000")
+EXAMPLE = ("examples/digits_data_parallel.py", "--steps", "1000")
 TRAINING = Path(__file__).with_name("train.py")
 
 WORKERS = 3
@@ -42,7 +42,7 @@ SECONDS_BEFORE = 20
 """Seconds that the views are open before workers are killed, so that the charts have a past."""
 
 SECONDS_AFTER = 45
-"""Seconds from then to the screenshots: an epoch that does not move is amber after 30."""
+"""Seconds from then to the screenshots: a step that does not move is amber after 30."""
 
 COLOURS = 240
 """Colours of a picture at most: a palette has 256."""
@@ -141,17 +141,17 @@ def nearest(picture: Image.Image, palette: np.ndarray[Any, Any]) -> Image.Image:
     return drawn
 
 
-def epochs(url: str) -> list[int]:
-    """Return the epochs of all losses."""
-    return [one["epoch"] for one in httpx.get(f"{url}/v1/buffers").json()["buffers"] if one["name"].endswith("loss")]
+def steps(url: str) -> list[int]:
+    """Return the steps of all losses."""
+    return [one["step"] for one in httpx.get(f"{url}/v1/buffers").json()["buffers"] if one["name"].endswith("loss")]
 
 
 def main() -> None:
     chosen = sys.argv[1:] or [*SHOTS]
     with serving() as url, chromium() as browser, training(url, **WAITING) as waiting:
-        wait_until(lambda: any(epochs(url)))
+        wait_until(lambda: any(steps(url)))
         with training(url, **GOING_ON) as going_on, example(url):
-            wait_until(lambda: [*map(bool, epochs(url))] == [True] * 3)
+            wait_until(lambda: [*map(bool, steps(url))] == [True] * 3)
             pages = {name: shown(browser, url, SHOTS[name]) for name in chosen}
             time.sleep(SECONDS_BEFORE)
             waiting[2].kill()

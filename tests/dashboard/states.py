@@ -13,7 +13,7 @@ from playwright.sync_api import Browser
 
 from tests.api.models import linear
 from tests.dashboard.screenshots import IMAGES, chromium
-from tests.dashboard.test_runs import NAMES, age, epoch, make, push
+from tests.dashboard.test_runs import NAMES, age, make, push, step
 from tests.serving import serving
 
 COLUMNS, WIDTH, MARGIN, CAPTION = 3, 620, 16, 26
@@ -68,14 +68,14 @@ def prepare(http: httpx.Client) -> None:
     for run in ("live", "dead", "slow", "nan", "old"):
         make(http, run, keep=20)
         for number in range(8):
-            epoch(http, run, 3 / (1 + number))
+            step(http, run, 3 / (1 + number))
     for run in ("dead", "slow"):
         push(http, run, "rank0")
         push(http, run, "rank1")
     push(http, "live", "rank0")
-    epoch(http, "nan", "NaN")
+    step(http, "nan", "NaN")
     make(http, "left", contributors=["rank0", "rank1", "rank2"], deadline_seconds=900)
-    epoch(http, "left")
+    step(http, "left")
     push(http, "left", "rank0")
     push(http, "left", "rank1")
     http.post("/v1/buffers/take", json={"names": [f"left.{name}" for name in [*NAMES, "loss"]]}).raise_for_status()

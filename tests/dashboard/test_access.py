@@ -99,7 +99,7 @@ def test_no_text_of_a_client_becomes_html(open_page: Open, server: str, http: ht
     expect(page.locator(".rows .c-missing").first).to_contain_text(f"{EVIL}2 for ")
     page.goto(f"{server}#/buffers/evil")
     expect(page.locator(".people .in")).to_contain_text(EVIL)
-    expect(page.get_by_role("region", name="Closed epochs")).to_contain_text(f"{EVIL}, {EVIL}2")
+    expect(page.get_by_role("region", name="Closed steps")).to_contain_text(f"{EVIL}, {EVIL}2")
     page.goto(f"{server}#/buffers/{EVIL}")
     expect(page.get_by_role("alert")).to_contain_text("name")
     page.goto(f"{server}#/buffers?search={EVIL}")

@@ -14,7 +14,7 @@ from tests.serving import serving, wait_until
 
 @pytest.fixture(scope="module")
 def full(server: str, http: httpx.Client) -> str:
-    """Return the URL of a server with buffers in every state: late, with closed epochs, with infinities."""
+    """Return the URL of a server with buffers in every state: late, with closed steps, with infinities."""
     rules = {"shape": [2, 2], "quorum": 2, "contributors": ["rank0", "rank1"], "keep": 2}
     http.put("/v1/buffers/net.late", json={**rules, "min_count": 2, "deadline_seconds": 0.01}).raise_for_status()
     http.put("/v1/buffers/net.ill", json=rules).raise_for_status()

@@ -26,7 +26,7 @@ GRADIENT: list[list[float]] = [[1, -2, 0], [0.5, 4, 0]]
 
 @pytest.fixture
 def buffer(http: httpx.Client) -> str:
-    """Return the path of a new buffer with two closed epochs and a gradient in the third."""
+    """Return the path of a new buffer with two closed steps and a gradient in the third."""
     delete_buffers(http)
     path = f"/v1/buffers/{NAME}"
     http.put(path, json=RULES).raise_for_status()
@@ -55,15 +55,15 @@ def test_it_shows_the_state_and_the_statistics_of_the_api(
 ) -> None:
     page = open_page(f"{server}#/buffers/{NAME}")
     expect(page.get_by_role("heading", level=1)).to_have_text(NAME)
-    expect(page.get_by_role("heading", name="Epoch 2")).to_be_visible()
+    expect(page.get_by_role("heading", name="Step 2")).to_be_visible()
     info = BufferInfo.of(http.get(buffer).json())
     running = facts(page, ".running .tiles")
     assert (running["count"], running["weight"]) == (client.count(info), "1")
     assert running["deadline"].startswith("in 1")
     expect(page.locator(".people .in")).to_contain_text("rank0")
     expect(page.locator(".people .soon")).to_contain_text("rank1")
-    closed = http.get(f"{buffer}/statistics?epoch=1").json()
-    expect(page.get_by_label("Values of")).to_contain_text("epoch 1, closed last")
+    closed = http.get(f"{buffer}/statistics?step=1").json()
+    expect(page.get_by_label("Values of")).to_contain_text("step 1, closed last")
     expect(page.locator(".values dd").first).to_have_text(f"{closed['norm']:.4g}")
     page.get_by_label("Values of").select_option("the running sum")
     known = http.get(f"{buffer}/statistics").json()
@@ -79,47 +79,47 @@ def test_it_shows_the_state_and_the_statistics_of_the_api(
     assert (state["missing"], state["keep"]) == ("rank1", "3")
 
 
-def test_it_shows_closed_epochs_charts_and_a_heat_map(open_page: Open, server: str, buffer: str) -> None:
+def test_it_shows_closed_steps_charts_and_a_heat_map(open_page: Open, server: str, buffer: str) -> None:
     page = open_page(f"{server}#/buffers/{NAME}")
-    rows = page.get_by_role("region", name="Closed epochs").locator("tbody tr")
+    rows = page.get_by_role("region", name="Closed steps").locator("tbody tr")
     expect(rows).to_have_count(2)
     assert rows.first.locator("td").all_inner_texts()[:3] == ["1", "2", "2"]
     expect(rows.first).to_contain_text("rank0, rank1")  # from its receipt, which comes after the statistics
     assert rows.first.locator("td").all_inner_texts()[4:6] == ["quorum", "rank0, rank1"]
     expect(page.get_by_role("img", name="Heat map of 2 by 3 cells")).to_be_visible()
     expect(page.get_by_role("img", name="Magnitudes of 4 elements")).to_be_visible()
-    expect(page.get_by_role("img", name="Norm of 2 closed epochs")).to_be_visible()
+    expect(page.get_by_role("img", name="Norm of 2 closed steps")).to_be_visible()
     page.locator(".u-over").hover(position={"x": 1, "y": 20})
-    expect(page.locator(".reading")).to_have_text(f"epoch 0   norm {2 * np.linalg.norm(GRADIENT):.4g}")
+    expect(page.locator(".reading")).to_have_text(f"step 0   norm {2 * np.linalg.norm(GRADIENT):.4g}")
     page.mouse.move(5, 5)
-    expect(page.locator(".reading")).to_contain_text("epoch 1   norm ")  # the last one
+    expect(page.locator(".reading")).to_contain_text("step 1   norm ")  # the last one
 
 
 def test_it_follows_the_buffer(open_page: Open, server: str, http: httpx.Client, buffer: str) -> None:
     page = open_page(f"{server}#/buffers/{NAME}")
-    expect(page.get_by_role("heading", name="Epoch 2")).to_be_visible()
+    expect(page.get_by_role("heading", name="Step 2")).to_be_visible()
     add(http, buffer, "rank1")
-    expect(page.get_by_role("heading", name="Epoch 3")).to_be_visible()
+    expect(page.get_by_role("heading", name="Step 3")).to_be_visible()
     expect(page.locator(".running dd").first).to_have_text("0 of 2")
 
 
-def test_it_remembers_the_norms_of_epochs_that_are_no_longer_kept(
+def test_it_remembers_the_norms_of_steps_that_are_no_longer_kept(
     open_page: Open, server: str, http: httpx.Client, buffer: str, faults: Faults
 ) -> None:
     faults.statuses = {404, 410}
     page = open_page(f"{server}#/buffers/{NAME}")
     for closed in range(2, 6):
-        expect(page.get_by_role("img", name=f"Norm of {closed} closed epochs")).to_be_visible()
+        expect(page.get_by_role("img", name=f"Norm of {closed} closed steps")).to_be_visible()
         add(http, buffer, "rank1")
         add(http, buffer, "rank0")
-    assert http.get(buffer).json()["closed_epochs"] == [3, 4, 5]
+    assert http.get(buffer).json()["closed_steps"] == [3, 4, 5]
     http.delete(buffer).raise_for_status()
     http.put(buffer, json=RULES).raise_for_status()
-    expect(page.get_by_text("No epoch has closed yet.")).to_be_visible()
+    expect(page.get_by_text("No step has closed yet.")).to_be_visible()
     expect(page.locator(".values dd").first).to_have_text("0")
 
 
-def test_epochs_that_close_fast_are_followed_without_an_error(open_page: Open, server: str, http: httpx.Client) -> None:
+def test_steps_that_close_fast_are_followed_without_an_error(open_page: Open, server: str, http: httpx.Client) -> None:
     path, stop = f"/v1/buffers/{NAME}", threading.Event()
     delete_buffers(http)
     http.put(path, json={"shape": [2, 3], "quorum": 1, "keep": 1}).raise_for_status()
@@ -138,7 +138,7 @@ def test_epochs_that_close_fast_are_followed_without_an_error(open_page: Open, s
         expect(page.get_by_label("Values of")).to_contain_text("closed last")
         norm = f"{np.linalg.norm(GRADIENT):.4g}"
         expect(page.locator(".values dd").first).to_have_text(norm)
-        expect(page.get_by_role("region", name="Closed epochs").locator("tbody tr").first).to_contain_text(norm)
+        expect(page.get_by_role("region", name="Closed steps").locator("tbody tr").first).to_contain_text(norm)
     finally:
         stop.set()
         worker.join()
@@ -169,19 +169,19 @@ def test_zero_asks_first_and_sends_the_state_that_was_seen(
     requests = sent(page, "POST")
     tag = http.get(buffer).headers["etag"]
     dialog(page, "Zero")
-    expect(page.get_by_role("dialog")).to_contain_text("The sum of 1 gradient in epoch 2 is discarded")
+    expect(page.get_by_role("dialog")).to_contain_text("The sum of 1 gradient in step 2 is discarded")
     expect(page.get_by_role("button", name="Cancel")).to_be_focused()
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
     expect(page.get_by_role("button", name="Zero")).to_be_focused()
-    assert http.get(buffer).json()["epoch"] == 2
+    assert http.get(buffer).json()["step"] == 2
     dialog(page, "Zero")
     page.get_by_role("dialog").get_by_role("button", name="Zero").click()
-    expect(page.get_by_role("heading", name="Epoch 3")).to_be_visible()
+    expect(page.get_by_role("heading", name="Step 3")).to_be_visible()
     (request,) = requests
     headers = request.all_headers()
     assert (headers["if-match"], len(headers["idempotency-key"])) == (tag, 32)
-    assert (http.get(buffer).json()["epoch"], http.get(buffer).json()["count"]) == (3, 0)
+    assert (http.get(buffer).json()["step"], http.get(buffer).json()["count"]) == (3, 0)
 
 
 def test_a_buffer_that_changed_meanwhile_is_shown_before_it_is_zeroed(
@@ -194,10 +194,10 @@ def test_a_buffer_that_changed_meanwhile_is_shown_before_it_is_zeroed(
     add(http, buffer, "rank1")
     page.get_by_role("dialog").get_by_role("button", name="Zero").click()
     alert = page.get_by_role("dialog").get_by_role("alert")
-    expect(alert).to_have_text("The buffer has changed since you looked: epoch 3, count 0 of 2.")
-    assert http.get(buffer).json()["epoch"] == 3
+    expect(alert).to_have_text("The buffer has changed since you looked: step 3, count 0 of 2.")
+    assert http.get(buffer).json()["step"] == 3
     page.get_by_role("button", name="Zero anyway").click()
-    expect(page.get_by_role("heading", name="Epoch 4")).to_be_visible()
+    expect(page.get_by_role("heading", name="Step 4")).to_be_visible()
     keys = [request.all_headers()["idempotency-key"] for request in requests]
     assert len(set(keys)) == 2
 
@@ -221,7 +221,7 @@ def test_a_lost_answer_to_zero_is_asked_for_again_with_its_key(
     expect(page.get_by_role("dialog")).to_have_count(0)
     first, second = (request.all_headers()["idempotency-key"] for request in requests)
     assert first == second
-    assert http.get(buffer).json()["epoch"] == 3
+    assert http.get(buffer).json()["step"] == 3
     faults.found = [fault for fault in faults.found if "ERR_FAILED" not in fault]
 
 
@@ -246,12 +246,12 @@ def test_delete_wants_the_name(open_page: Open, server: str, http: httpx.Client,
 def test_a_value_is_downloaded(open_page: Open, server: str, buffer: str) -> None:
     page = open_page(f"{server}#/buffers/{NAME}")
     for form, suffix in (("safetensors", "safetensors"), ("JSON", "json")):
-        page.get_by_role("button", name="Download epoch 1").click()
+        page.get_by_role("button", name="Download step 1").click()
         page.get_by_label("format").select_option(form)
         page.get_by_label("as", exact=True).select_option("mean")
         with page.expect_download() as started:
             page.get_by_role("dialog").get_by_role("button", name="Download").click()
-        assert started.value.suggested_filename == f"{NAME}.epoch-1.{suffix}"
+        assert started.value.suggested_filename == f"{NAME}.step-1.{suffix}"
         content = Path(started.value.path()).read_bytes()
         tensors: dict[str, Any] = safetensors.numpy.load(content) if suffix == "safetensors" else json.loads(content)
         value = tensors["value"]
@@ -261,7 +261,7 @@ def test_a_value_is_downloaded(open_page: Open, server: str, buffer: str) -> Non
 
 def test_a_click_during_a_reading_is_not_lost(open_page: Open, server: str, buffer: str) -> None:
     page = open_page(f"{server}#/buffers/{NAME}")
-    page.get_by_role("button", name="Download epoch 1").hover()
+    page.get_by_role("button", name="Download step 1").hover()
     page.mouse.down()
     for _ in range(2):  # what the first has read is shown before the second is asked for
         with page.expect_response(lambda answer: answer.request.url.endswith(f"/v1/buffers/{NAME}")):
@@ -272,5 +272,5 @@ def test_a_click_during_a_reading_is_not_lost(open_page: Open, server: str, buff
 
 def test_a_phone_shows_it_without_scrolling_to_the_side(open_page: Open, server: str, buffer: str) -> None:
     page = open_page(f"{server}#/buffers/{NAME}", PHONE)
-    expect(page.get_by_role("img", name="Norm of 2 closed epochs")).to_be_visible()
+    expect(page.get_by_role("img", name="Norm of 2 closed steps")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") == PHONE[0]

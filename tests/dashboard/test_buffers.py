@@ -86,10 +86,10 @@ def test_the_numbers_are_those_of_the_api_while_gradients_come(
 
     def train() -> None:
         with httpx.Client(base_url=server) as other:
-            for step in range(10_000):
-                receipt = add(other, "layer.weight", contributor="abc"[step % 3])
-                epoch, count = receipt["epoch"], receipt["count"]
-                states.update({(epoch, count), (epoch + 1, 0)} if receipt["closed"] else {(epoch, count)})
+            for number in range(10_000):
+                receipt = add(other, "layer.weight", contributor="abc"[number % 3])
+                step, count = receipt["step"], receipt["count"]
+                states.update({(step, count), (step + 1, 0)} if receipt["closed"] else {(step, count)})
                 if stop.wait(0.02):
                     return
 
@@ -103,13 +103,13 @@ def test_the_numbers_are_those_of_the_api_while_gradients_come(
         worker.join()
     assert seen <= states
     info = BufferInfo.of(http.get("/v1/buffers/layer.weight").json())
-    shows(page, "layer.weight", "epoch", str(info.epoch))  # an earlier epoch had this count, too
+    shows(page, "layer.weight", "step", str(info.step))  # an earlier step had this count, too
     shows(page, "layer.weight", "count", client.count(info))
     wanted = {
         "shape": client.shape(info.shape),
         "dtype": info.dtype,
         "weight": f"{info.weight:g}",
-        "epoch": str(info.epoch),
+        "step": str(info.step),
         "size": client.size(info.bytes),
     }
     shown = cells(page, "layer.weight")
@@ -120,9 +120,9 @@ def test_the_numbers_are_those_of_the_api_while_gradients_come(
 
 
 def state(page: Page) -> tuple[int, int]:
-    """Return the epoch and the count that the page shows."""
+    """Return the step and the count that the page shows."""
     shown = cells(page, "layer.weight")
-    return int(shown["epoch"]), int(shown["count"].split()[0])
+    return int(shown["step"]), int(shown["count"].split()[0])
 
 
 def test_the_columns_have_the_words_of_the_client(open_page: Open, server: str, http: httpx.Client) -> None:
@@ -149,7 +149,7 @@ def test_what_is_staged_is_listed(open_page: Open, server: str, http: httpx.Clie
         query = {"push": push, "part": 1, "parts": 3, **more}
         http.post("/v1/buffers/accumulate", params=query, json=gradient)
 
-    stage(EVIL_ID, {"a": 1, "b": [1, 2]}, weight=0.5, epoch=0, contributor="ann")
+    stage(EVIL_ID, {"a": 1, "b": [1, 2]}, weight=0.5, step=0, contributor="ann")
     expect(line).to_have_text("Staged: 1 push in parts, 12 B")
     stage("wrong", {"a": [1, 2, 3]})
     expect(line).to_have_text("Staged: 2 pushes in parts, 12 B")
@@ -177,7 +177,7 @@ def test_values_that_are_not_finite_are_red_and_said(open_page: Open, server: st
     expect(page.locator(".summary")).to_contain_text("1 with non-finite values")
 
 
-def test_an_epoch_whose_deadline_nears_is_late(open_page: Open, server: str, http: httpx.Client) -> None:
+def test_an_step_whose_deadline_nears_is_late(open_page: Open, server: str, http: httpx.Client) -> None:
     create(http, ["slow"], quorum=2, min_count=2, deadline_seconds=0.1, contributors=["rank0", "rank1"])
     create(http, ["fine"], quorum=2, deadline_seconds=900)
     add(http, "slow", contributor="rank0")

@@ -18,7 +18,7 @@ RULES = {"quorum": 2, "contributors": ["ann", "bob"], "keep": 2}
 
 @pytest.fixture(scope="module")
 def run(server: str, http: httpx.Client) -> str:
-    """Return the URL of a server with a graph, and with a run of it: one epoch is closed, with a mean loss of 1.75."""
+    """Return the URL of a server with a graph, and with a run of it: one step is closed, with a mean loss of 1.75."""
     query = {"loss": "MSELoss", "set": "parameters:exp.1.p.*"}
     http.put("/v1/graphs/net", content=linear(), params=query).raise_for_status()
     gradients = {f"exp.1.g.{name}": {"shape": [2, 1] if name == "w" else [1], **RULES} for name in PARAMETERS}
@@ -69,11 +69,11 @@ def test_a_graph_is_listed_and_its_run_is_followed(open_page: Open, run: str, ht
     expect(parameters.get_by_role("row", name="w float32 [2, 1]")).to_be_visible()
     run_of_it = page.locator("table.runs tbody tr")
     expect(run_of_it.locator(".loss")).to_have_text("1.75")
-    expect(run_of_it.locator(".epoch")).to_have_text("step 1,001")
+    expect(run_of_it.locator(".step")).to_have_text("step 1,001")
     expect(run_of_it.locator(".people li")).to_have_text(["ann is expected", "bob is expected"])
     run_of_it.get_by_role("link", name="exp.1").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("exp.1")
-    expect(page.get_by_label("Loss of 1 closed epoch; the last is 1.75")).to_be_visible()
+    expect(page.get_by_label("Loss of 1 closed step; the last is 1.75")).to_be_visible()
     running = page.locator(".running")
     expect(running).to_contain_text("1, step 1,001")
     expect(page.locator(".rows .c-name")).to_have_text(["▾g", "b", "w", "loss", "▾p", "b", "w"])
@@ -83,7 +83,7 @@ def test_a_graph_is_listed_and_its_run_is_followed(open_page: Open, run: str, ht
     asked = asked_by(page)
     http.post("/v1/buffers/exp.1.loss/accumulate?contributor=bob", json={"gradient": -9}).raise_for_status()
     step(http)
-    expect(page.get_by_label("Loss of 2 closed epochs; the last is -4.5")).to_be_visible()
+    expect(page.get_by_label("Loss of 2 closed steps; the last is -4.5")).to_be_visible()
     expect(running).to_contain_text("1, step 1,002")
     ends = {url.rpartition("/")[2].partition("?")[0] for url in asked}
     assert ends == {"buffers", "statistics"}  # not the steps before the run again

@@ -39,7 +39,7 @@ def push(http: httpx.Client, run: str, worker: str, value: float | str = 1.0) ->
     http.post("/v1/buffers/accumulate", params=query, json=body).raise_for_status()
 
 
-def epoch(http: httpx.Client, run: str, value: float | str = 1.0) -> None:
+def step(http: httpx.Client, run: str, value: float | str = 1.0) -> None:
     for worker in ("rank0", "rank1", "rank2"):
         push(http, run, worker, value)
 
@@ -77,13 +77,13 @@ def names(page: Page) -> list[str]:
 def test_the_page_begins_with_a_line_for_each_run(open_page: Open, server: str, http: httpx.Client) -> None:
     make(http, "exp1")
     for value in (3, 2, 1):
-        epoch(http, "exp1", value)
+        step(http, "exp1", value)
     push(http, "exp1", "rank0")
     http.put("/v1/buffers/team.a::weight", json={"shape": [2]}).raise_for_status()
     http.put("/v1/buffers/team.b::weight", json={"shape": [2]}).raise_for_status()
     page = open_page(server)
     line = row(page, "exp1")
-    expect(line.locator(".epoch")).to_have_text("3")
+    expect(line.locator(".step")).to_have_text("3")
     expect(line.locator(".loss")).to_have_text("1")
     expect(line.locator(".norm")).to_have_text(f"{6**0.5:.4g}")  # of the mean gradient of all three
     expect(line.locator(".state")).to_have_text("running")
@@ -95,10 +95,10 @@ def test_the_page_begins_with_a_line_for_each_run(open_page: Open, server: str, 
 
 
 def test_a_worker_that_is_not_in_is_named_with_its_time(open_page: Open, server: str, http: httpx.Client) -> None:
-    """The buffers name nobody: who is missing follows from the last closed epoch."""
+    """The buffers name nobody: who is missing follows from the last closed step."""
     for run in ("calm", "dead", "zeal"):
         make(http, run)
-        epoch(http, run)
+        step(http, run)
     push(http, "dead", "rank0")
     push(http, "dead", "rank1")
     page = open_page("about:blank")
@@ -118,9 +118,9 @@ def test_a_worker_that_is_not_in_is_named_with_its_time(open_page: Open, server:
     expect(page.locator(".c-missing.late").first).to_have_text(re.compile(r"rank2 for 4\d s"))
 
 
-def test_a_worker_that_epochs_close_without_is_named(open_page: Open, server: str, http: httpx.Client) -> None:
+def test_a_worker_that_steps_close_without_is_named(open_page: Open, server: str, http: httpx.Client) -> None:
     make(http, "exp1", contributors=["rank0", "rank1", "rank2"], deadline_seconds=900)
-    epoch(http, "exp1")
+    step(http, "exp1")
     names = [f"exp1.{name}" for name in [*NAMES, "loss"]]
     for _ in range(2):
         push(http, "exp1", "rank0")
@@ -136,8 +136,8 @@ def test_values_that_are_not_finite_are_red_and_a_link_filters(
 ) -> None:
     make(http, "exp1")
     make(http, "fine")
-    epoch(http, "exp1", "NaN")
-    epoch(http, "fine")
+    step(http, "exp1", "NaN")
+    step(http, "fine")
     page = open_page(server)
     expect(row(page, "exp1").locator(".state.bad")).to_have_text("4 buffers with non-finite values")
     assert names(page) == ["exp1", "fine"]
@@ -152,7 +152,7 @@ def test_values_that_are_not_finite_are_red_and_a_link_filters(
 def test_runs_that_nobody_adds_to_are_folded(open_page: Open, server: str, http: httpx.Client) -> None:
     for run in ("now", "old", "stopped"):
         make(http, run)
-        epoch(http, run)
+        step(http, run)
     push(http, "stopped", "rank0")
     page = open_page("about:blank")
     age(page, {"old": 900})
@@ -170,11 +170,11 @@ def test_a_run_has_its_workers_its_curves_and_its_buffers_as_a_tree(
 ) -> None:
     make(http, "exp1")
     for value in (3, 2):
-        epoch(http, "exp1", value)
+        step(http, "exp1", value)
     push(http, "exp1", "rank1")
     page = open_page(f"{server}#/runs/exp1")
-    expect(page.get_by_label("Loss of 2 closed epochs; the last is 2")).to_be_visible()
-    expect(page.get_by_label(f"Norm of 2 closed epochs; the last is {24**0.5:.4g}")).to_be_visible()
+    expect(page.get_by_label("Loss of 2 closed steps; the last is 2")).to_be_visible()
+    expect(page.get_by_label(f"Norm of 2 closed steps; the last is {24**0.5:.4g}")).to_be_visible()
     tiles = page.locator(".running .tiles > div")
     expect(tiles.filter(has_text="count")).to_contain_text("1 of 3")
     expect(page.locator(".running .people")).to_contain_text("rank1 is in")

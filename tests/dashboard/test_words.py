@@ -29,12 +29,12 @@ INFO: dict[str, Any] = {
     "contributors": [f"rank{rank}" for rank in range(8)],
     "per_contributor": 2,
     "max_norm": 1e6,
-    "epoch": 4,
+    "step": 4,
     "version": 36,
     "count": 3,
     "weight": 32.5,
     "bytes": 30_720_000,
-    "closed_epochs": [1, 2, 3],
+    "closed_steps": [1, 2, 3],
     "created_at": 1_700_000_000.25,
     "updated_at": 1_700_000_100.75,
     "expires_at": 1_700_001_000.0,
@@ -85,7 +85,7 @@ def test_the_words_are_those_of_the_client(
     for info in (
         INFO,
         INFO | PLAIN | {"per_contributor": 10**9},
-        INFO | {"missing": [], "contributors_in": {}, "closed_epochs": []},
+        INFO | {"missing": [], "contributors_in": {}, "closed_steps": []},
     ):
         known = BufferInfo.of(info)
         assert words(page, "count", info) == client.count(known)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from gradserve_client import Client, KeyReused, StaleEpoch
+from gradserve_client import Client, KeyReused, StaleStep
 from gradserve_client.torch import GradientAccumulator
 from sklearn.datasets import load_digits
 
@@ -36,15 +36,15 @@ with Client() as server:
     if os.path.exists(saved):
         for part, state in zip(parts, torch.load(saved), strict=True):
             part.load_state_dict(state)
-    while gradients.epoch < 200:
+    while gradients.step < 200:
         torch.save([part.state_dict() for part in parts], f"{saved}.new")
         os.replace(f"{saved}.new", saved)
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         loss.backward()
-        with suppress(StaleEpoch, KeyReused):  # late, or counted before a restart
+        with suppress(StaleStep, KeyReused):  # late, or counted before a restart
             gradients.push(weight=len(images), loss=loss)
             time.sleep(PAUSE_SECONDS)
         pulled = gradients.pull()
         optimizer.step()
         optimizer.zero_grad()
-        print(f"epoch {pulled.epoch:2}  loss {pulled.loss:.2f}  {pulled.count} of {workers} in", flush=True)
+        print(f"step {pulled.step:2}  loss {pulled.loss:.2f}  {pulled.count} of {workers} in", flush=True)

@@ -12,8 +12,8 @@ RANKS = range(6)
 STEPS = 24
 
 
-def epochs(printed: str, name: str) -> list[tuple[set[int], str]]:
-    """Return the ranks that were in each epoch of a run, and what closed it."""
+def steps(printed: str, name: str) -> list[tuple[set[int], str]]:
+    """Return the ranks that were in each step of a run, and what closed it."""
     _, section = re.split(rf"^{name} .*\n", printed, maxsplit=1, flags=re.MULTILINE)
     found = []
     for line in section.partition("\n\n")[0].splitlines():
@@ -29,7 +29,7 @@ def test_training_goes_on_without_the_workers_that_are_away(tmp_path: Path) -> N
         done = run("elastic_workers", "--steps", str(STEPS), "--deadline", "0.2", "--plot", str(image), "--url", url)
         assert done.returncode == 0, done.stderr
 
-    undisturbed, disturbed = epochs(done.stdout, "undisturbed"), epochs(done.stdout, "disturbed")
+    undisturbed, disturbed = steps(done.stdout, "undisturbed"), steps(done.stdout, "disturbed")
     assert len(undisturbed) == len(disturbed) == STEPS
     for ranks, closed_by in [*undisturbed, *disturbed]:
         assert closed_by == ("quorum" if ranks == set(RANKS) else "deadline")

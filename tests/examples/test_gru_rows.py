@@ -18,13 +18,13 @@ def printed_by(*options: str) -> str:
 
 
 def test_the_example_learns_the_digits_alike_with_any_server() -> None:
-    printed = printed_by("--epochs", "7")
+    printed = printed_by("--steps", "7")
     accuracies = [float(one) for one in re.findall(r"accuracy (.*)%", printed)]
     assert len(accuracies) == 7
     assert accuracies[0] < 80
     assert accuracies[-1] > 90
     with serving() as url:
-        again = printed_by("--epochs", "1", "--url", url)
+        again = printed_by("--steps", "1", "--url", url)
         asked = httpx.get(f"{url}/v2/models/GRUGrad/stats").json()["model_stats"][0]["inference_count"]
     assert again == printed[: printed.index("\n") + 1]
     assert asked == 23  # batches

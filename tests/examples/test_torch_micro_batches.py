@@ -34,5 +34,5 @@ def test_the_example_fails_if_the_server_counts_twice(monkeypatch: pytest.Monkey
     with serving() as url:
         done = run("torch_micro_batches", "--short", "--url", url)
     assert done.returncode == 1
-    signs = ("The difference is beyond 1e-06", "EpochOpen", "StaleEpoch")  # by what was counted twice
+    signs = ("The difference is beyond 1e-06", "StepOpen", "StaleStep")  # by what was counted twice
     assert any(sign in done.stderr for sign in signs), done.stderr

@@ -46,12 +46,12 @@ def train(url: str, kind: str, workers: int, batches: int, steps: int) -> None:
     rank = int(os.environ["RANK"])
     with Client(url, timeout=SECONDS) as server:
         server.graphs.put(kind, f"{kind}.onnx", loss="SoftmaxCrossEntropyLoss" if kind == "mlp" else None)
-        quorum = workers * batches if workers > 1 else None  # a single worker closes its epochs itself
+        quorum = workers * batches if workers > 1 else None  # a single worker closes its steps itself
         rules: dict[str, Any] = {"quorum": quorum, "per_contributor": batches, "keep": steps}
         model = server.graphs[kind].join("run", worker=f"rank{rank}", timeout=SECONDS, **rules)
         model.start(None if kind == "mlp" else WEIGHTS)
         while model.step < steps:
-            write(f"epoch {model.step}")
+            write(f"step {model.step}")
             await_gate(model.step)
             for number in range(batches):
                 made = batch(kind, rank, model.step, number)

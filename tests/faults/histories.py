@@ -70,7 +70,7 @@ class Caller:
             if isinstance(answer, Success):
                 places = call.places[-1:] if call.what == "double" else call.places
                 for place, one in zip(places, answer.receipts, strict=True):
-                    seen[place] = (one.epoch + one.closed, one.version)
+                    seen[place] = (one.step + one.closed, one.version)
 
     def call(self, game: Round, call: Call, patience: float = PATIENCE) -> Answer | None:
         """Send the call to any server, and record it. Return None if no answer comes in `patience` seconds."""
@@ -96,10 +96,10 @@ class Caller:
         whats: list[What] = ["add", "zero", "take", "read", "look", "double"]
         what = chance.choices(whats, [8, 1, 2, 5, 2, 3])[0]
         place = chance.choice([*seen])
-        epoch, version = seen[place]
+        step, version = seen[place]
         if what in ("read", "look"):
-            past = chance.choice([None, None, max(epoch - 1, 0), epoch]) if what == "read" else None
-            return Call(what, (place,) if what == "look" else self._some(game, place), epoch=past)
+            past = chance.choice([None, None, max(step - 1, 0), step]) if what == "read" else None
+            return Call(what, (place,) if what == "look" else self._some(game, place), step=past)
         call = Call(what, (place,), key=new_key() if chance.random() < 0.6 else None)
         if what == "add":
             call = replace(call, amount=next(game.amounts))
@@ -109,9 +109,9 @@ class Caller:
             source = chance.choice([*seen])
             call = replace(call, places=(place,) if source == place else (source, place))
         elif what != "zero" and chance.random() < 0.3:
-            call = replace(call, epoch=epoch)
+            call = replace(call, step=step)
         if chance.random() < 0.25:
-            return replace(call, match=(epoch, version))
+            return replace(call, match=(step, version))
         return call if what == "double" else replace(call, places=self._some(game, place))
 
     def _some(self, game: Round, place: int) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ def _request(game: Round, call: Call) -> dict[str, Any]:
     headers = {} if call.key is None else {"Idempotency-Key": call.key}
     if call.match is not None:
         headers["If-Match"] = '"{}-{}"'.format(*call.match)
-    query = {} if call.epoch is None else {"epoch": call.epoch}
+    query = {} if call.step is None else {"step": call.step}
     request: dict[str, Any] = {"method": "POST", "headers": headers, "params": query}
     if call.what == "look":
         return {"method": "GET", "url": path, "headers": {"Accept": "application/json"}}
@@ -179,5 +179,5 @@ def _read(game: Round, call: Call, answer: httpx.Response) -> Answer:
         if name in values:
             (total,) = {int(each) for each in np.unique(values[name])}  # or only a part of an add is there
         assert one["weight"] == one["count"]
-        found.append(Receipt(one.get("closed", False), one["epoch"], one["version"], one["count"], total))
+        found.append(Receipt(one.get("closed", False), one["step"], one["version"], one["count"], total))
     return Success(tuple(found), answer.headers.get("Idempotency-Replayed") == "true")

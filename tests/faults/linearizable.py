@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 KEEP = 2
-"""Closed epochs that the buffers keep."""
+"""Closed steps that the buffers keep."""
 
 What: TypeAlias = Literal["add", "zero", "take", "read", "look", "double"]
 
@@ -22,13 +22,13 @@ class Call:
     """A request for the buffers at `places`. `look` is a read of the metadata, without the value.
 
     `double` is a step: it writes twice the value of the first place over the last place, which alone has a receipt.
-    `match` is the epoch and the version that If-Match names.
+    `match` is the step and the version that If-Match names.
     """
 
     what: What
     places: tuple[int, ...] = (0,)
     amount: int = 0
-    epoch: int | None = None
+    step: int | None = None
     match: tuple[int, int] | None = None
     min_count: int = 0
     key: str | None = None
@@ -39,7 +39,7 @@ class Receipt:
     """The result of a call for one buffer. `total` is its value, if the answer has it."""
 
     closed: bool
-    epoch: int
+    step: int
     version: int
     count: int
     total: int | None = None
@@ -66,27 +66,27 @@ class Event:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer of the model. `kept` has the receipts and values of its last closed epochs."""
+    """A buffer of the model. `kept` has the receipts and values of its last closed steps."""
 
     quorum: int | None = None
-    epoch: int = 0
+    step: int = 0
     version: int = 0
     count: int = 0
     total: int = 0
     kept: tuple[Receipt, ...] = ()
 
     def receipt(self, *, closed: bool = False, with_total: bool = False) -> Receipt:
-        return Receipt(closed, self.epoch, self.version, self.count, self.total if with_total else None)
+        return Receipt(closed, self.step, self.version, self.count, self.total if with_total else None)
 
     def closed(self) -> Buffer:
-        """Return the buffer after the end of its epoch, whose value is kept."""
+        """Return the buffer after the end of its step, whose value is kept."""
         kept = (*self.kept, self.receipt(closed=True, with_total=True))[-KEEP:]
-        return replace(self, epoch=self.epoch + 1, count=0, total=0, kept=kept)
+        return replace(self, step=self.step + 1, count=0, total=0, kept=kept)
 
-    def of_epoch(self, epoch: int) -> Receipt | str:
-        if epoch >= self.epoch:
-            return "epoch_open"
-        return next((one for one in self.kept if one.epoch == epoch), "epoch_gone")
+    def of_step(self, step: int) -> Receipt | str:
+        if step >= self.step:
+            return "step_open"
+        return next((one for one in self.kept if one.step == step), "step_gone")
 
 
 class State(NamedTuple):
@@ -128,22 +128,22 @@ def _all(found: Iterable[Receipt | str], *, replayed: bool = False) -> Answer:
 
 
 def _read(buffer: Buffer, call: Call) -> Receipt | str:
-    return buffer.receipt(with_total=call.what == "read") if call.epoch is None else buffer.of_epoch(call.epoch)
+    return buffer.receipt(with_total=call.what == "read") if call.step is None else buffer.of_step(call.step)
 
 
 def _again(buffers: Sequence[Buffer], call: Call, known: tuple[Receipt, ...]) -> Answer:
-    """Return the answer to a repeated call: what a take took is in the closed epochs, or gone."""
+    """Return the answer to a repeated call: what a take took is in the closed steps, or gone."""
     if call.what != "take":
         return Success(known, replayed=True)
-    taken = (buffer.of_epoch(one.epoch) for buffer, one in zip(buffers, known, strict=True))
+    taken = (buffer.of_step(one.step) for buffer, one in zip(buffers, known, strict=True))
     return _all(taken, replayed=True)
 
 
 def _refusal(buffer: Buffer, call: Call) -> str | None:
-    if call.match not in (None, (buffer.epoch, buffer.version)):
+    if call.match not in (None, (buffer.step, buffer.version)):
         return "precondition_failed"
-    if call.epoch not in (None, buffer.epoch):
-        return "stale_epoch"
+    if call.step not in (None, buffer.step):
+        return "stale_step"
     return "too_few_gradients" if buffer.count < call.min_count else None
 
 
@@ -152,7 +152,7 @@ def _change(buffer: Buffer, call: Call) -> tuple[Buffer, Receipt]:
     if call.what == "take":
         return after.closed(), after.receipt(closed=True, with_total=True)
     if call.what == "zero":
-        after = replace(after, epoch=buffer.epoch + 1, count=0, total=0)
+        after = replace(after, step=buffer.step + 1, count=0, total=0)
         return after, after.receipt()
     if call.what == "double":
         after = replace(after, count=1, total=call.amount)

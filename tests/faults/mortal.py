@@ -41,7 +41,7 @@ class Mortal:
 
     @property
     def closing_points(self) -> list[str]:
-        """The points before and after the commit that closes epochs which are due."""
+        """The points before and after the commit that closes steps which are due."""
         return ["made" if self.kind == "postgres" else "before commit", "committed"]
 
     def order(self, point: str, number: int = 1) -> None:

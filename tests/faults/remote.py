@@ -53,13 +53,13 @@ class Found:
         return self
 
     @property
-    def epoch(self) -> int:
-        epoch: int = self.answer["epoch"]
-        return epoch
+    def step(self) -> int:
+        step: int = self.answer["step"]
+        return step
 
     @property
     def due(self) -> float | None:
-        """When the running epoch closes by its deadline."""
+        """When the running step closes by its deadline."""
         ends: float | None = self.answer["deadline_at"]
         return ends if self.answer["count"] >= self.answer["min_count"] else None
 
@@ -90,19 +90,19 @@ class Remote:
             made.set_exception(error)
         return made
 
-    def read(self, names: Sequence[str], epoch: int | None = None) -> list[Found]:
+    def read(self, names: Sequence[str], step: int | None = None) -> list[Found]:
         if not names:
             return []
-        if epoch is None:
+        if step is None:
             answer = self._send("POST", "/value", json={"names": names})
         else:
             (name,) = names
-            answer = self._send("GET", f"/{name}/value", params={"epoch": epoch})
+            answer = self._send("GET", f"/{name}/value", params={"step": step})
         receipts, values = contents(answer, names)
         return [Found(name, receipts[name], values[name]) for name in names]
 
-    def mean(self, name: str, epoch: int) -> Array:
-        answer = self._send("GET", f"/{name}/value", params={"epoch": epoch, "reduce": "mean"})
+    def mean(self, name: str, step: int) -> Array:
+        answer = self._send("GET", f"/{name}/value", params={"step": step, "reduce": "mean"})
         return contents(answer, [name])[1][name]
 
     def records(self, prefix: str = "", after: str = "", limit: int = 1000) -> list[Found]:
@@ -154,7 +154,7 @@ class Remote:
             return self._send("POST", f"{path}/accumulate", params=_query(first), **sent)
         named: dict[str, Any] = {} if path else {"json": {"names": [change.name for change in changes]}}
         if isinstance(first, Take):
-            query = {"min_count": first.min_count, "reduce": "mean" if first.mean else "sum", **_epoch(first)}
+            query = {"min_count": first.min_count, "reduce": "mean" if first.mean else "sum", **_step(first)}
             return self._send("POST", f"{path}/take", params=query, headers=headers, **named)
         return self._send("POST", f"{path}/zero", headers=headers, **named)
 
@@ -180,10 +180,10 @@ def contents(answer: httpx.Response, names: Sequence[str]) -> tuple[dict[str, An
 
 
 def _query(add: Add) -> dict[str, Any]:
-    query = {"weight": add.weight, "do_update": add.do_update, "overwrite": add.overwrite, **_epoch(add)}
+    query = {"weight": add.weight, "do_update": add.do_update, "overwrite": add.overwrite, **_step(add)}
     optional = {"return": "value" if add.want_value else None, "contributor": add.contributor}
     return query | {name: value for name, value in optional.items() if value is not None}
 
 
-def _epoch(change: Add | Take) -> dict[str, int]:
-    return {} if change.epoch is None else {"epoch": change.epoch}
+def _step(change: Add | Take) -> dict[str, int]:
+    return {} if change.step is None else {"step": change.step}

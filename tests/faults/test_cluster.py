@@ -112,10 +112,10 @@ def test_a_database_without_answer_is_no_readiness(database: Cluster, tmp_path: 
 
 
 def test_a_server_without_its_database_looks_for_it_twice_a_second(database: Cluster, tmp_path: Path) -> None:
-    """To close epochs that are due. Each look that fails writes a line to the log."""
+    """To close steps that are due. Each look that fails writes a line to the log."""
     with replicas(1, tmp_path, database.url) as (server,):
         database.stop()
         began = time.monotonic()
-        wait(lambda: server.log.read_text().count("closes epochs that are due later") >= 4, "nothing looks for it")
+        wait(lambda: server.log.read_text().count("closes steps that are due later") >= 4, "nothing looks for it")
         assert time.monotonic() - began > 2 * LOOK_SECONDS  # the first may have begun before
         database.start()

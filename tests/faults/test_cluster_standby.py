@@ -97,40 +97,40 @@ def test_nothing_is_acknowledged_without_the_standby(pair: Pair, tmp_path: Path)
             assert later.result() in (200, 503)
         assert clients[1].add("w", np.ones(3), key="k")["count"] == 1
         clients[1].add("w", np.ones(3), key="another")
-        assert clients[0].value("w", epoch=0).tolist() == [2, 2, 2]
+        assert clients[0].value("w", step=0).tolist() == [2, 2, 2]
         wait(one.is_ready, "the server is not ready again")
 
 
-def test_a_closed_epoch_is_not_read_before_the_standby_has_it(pair: Pair, tmp_path: Path) -> None:
+def test_a_closed_step_is_not_read_before_the_standby_has_it(pair: Pair, tmp_path: Path) -> None:
     with watched(pair, tmp_path) as (one, two, behind), connected(one, two) as clients:
         clients[0].create("w", (3,), quorum=1)
         pair.standby.stop()
         assert adding(clients[0], "k", 1) is None
         pair.primary.execute(f"select pg_terminate_backend(pid) {WAITERS}")
-        wait(lambda: behind.record("w").epoch == 1, "the commit is not visible")
-        assert clients[1].once("GET", "/v1/buffers/w/value", params={"epoch": 0}, timeout=10).status_code == 503
+        wait(lambda: behind.record("w").step == 1, "the commit is not visible")
+        assert clients[1].once("GET", "/v1/buffers/w/value", params={"step": 0}, timeout=10).status_code == 503
         pair.standby.start()
-        assert clients[1].value("w", epoch=0).tolist() == [1, 1, 1]
+        assert clients[1].value("w", step=0).tolist() == [1, 1, 1]
         assert clients[0].add("w", np.ones(3), key="k")["closed"]
 
 
-def test_an_epoch_closed_late_is_not_read_before_the_standby_has_it(pair: Pair) -> None:
-    """The record says when the epoch was due: perhaps long ago, while no server could close it."""
+def test_an_step_closed_late_is_not_read_before_the_standby_has_it(pair: Pair) -> None:
+    """The record says when the step was due: perhaps long ago, while no server could close it."""
     with closing(PostgresStore(pair.url, schema="late", replicated=True, clock=Clock())) as store:
         create(store, "w", quorum=1)
         add(store, "w", 1.0)
-        assert store.durable(["w"], 0)[0].epoch == 1
+        assert store.durable(["w"], 0)[0].step == 1
         pair.standby.stop()
         with ThreadPoolExecutor(1) as threads:
             threads.submit(add, store, "w", 1.0)
             wait(lambda: pair.primary.execute(f"select pg_cancel_backend(pid) {WAITERS}"), "the add does not wait")
-            wait(lambda: store.record("w").epoch == 2, "the commit is not visible")
+            wait(lambda: store.record("w").step == 2, "the commit is not visible")
             for read in (store.durable, store.read):
                 with pytest.raises(StoreFailed, match="no synchronous standby"):
                     read(["w"], 1)
             pair.standby.start()
             wait(lambda: pair.primary.execute(SYNCHRONOUS), "the standby does not follow")
-            assert store.durable(["w"], 1)[0].epoch == 2
+            assert store.durable(["w"], 1)[0].step == 2
             assert store.read(["w"], 1)[0].value.tolist() == [1, 1]
 
 
@@ -176,7 +176,7 @@ def test_connections_that_led_to_a_standby_are_left(pair: Pair, tmp_path: Path, 
 @pytest.mark.parametrize(("durability", "clients"), [("local", 1), ("replicated", 20)])
 def test_reads_of_a_silent_database_end_soon(pair: Pair, tmp_path: Path, durability: str, clients: int) -> None:
     """It has vanished without a word, as behind a network that drops all. Reads before that wait for 10 seconds."""
-    paths, ended, failed = ("", "/value", "/value?epoch=0"), threading.Event(), threading.Event()
+    paths, ended, failed = ("", "/value", "/value?step=0"), threading.Event(), threading.Event()
 
     def timed(path: str) -> tuple[int, float]:
         began = time.monotonic()
@@ -199,7 +199,7 @@ def test_reads_of_a_silent_database_end_soon(pair: Pair, tmp_path: Path, durabil
             client.create("w", (SIZE,), quorum=1)
             client.add("w", np.ones(SIZE))
             running = [threads.submit(reading, number) for number in range(clients)]
-            assert timed("/v1/buffers/w/value?epoch=0")[0] == 200
+            assert timed("/v1/buffers/w/value?step=0")[0] == 200
             network.stall()
             assert failed.wait(PATIENCE)
             known = time.monotonic()

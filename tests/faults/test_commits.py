@@ -119,8 +119,8 @@ def test_a_kill_leaves_a_take_whole_or_absent(server: Server, order: Path) -> No
     with Client(server.url) as client:
         for name in NAMES:
             client.create(name, SHAPE, keep=2)
-        for epoch, point in enumerate(CLOSES):
-            gradients = {name: np.full(SHAPE, 10.0 * epoch + number) for number, name in enumerate(NAMES)}
+        for step, point in enumerate(CLOSES):
+            gradients = {name: np.full(SHAPE, 10.0 * step + number) for number, name in enumerate(NAMES)}
             client.add_many(gradients)
             key = new_key()
             take: dict[str, Any] = {"key": key, "json": {"names": NAMES}, "params": {"encoding": "base64"}}
@@ -129,12 +129,12 @@ def test_a_kill_leaves_a_take_whole_or_absent(server: Server, order: Path) -> No
                 client.once("POST", "/v1/buffers/take", **take)
             assert server.ended()[0] == -9
             server.start()
-            assert {client.metadata(name)["epoch"] for name in NAMES} == {epoch + (point == "committed")}
+            assert {client.metadata(name)["step"] for name in NAMES} == {step + (point == "committed")}
             answers = [client.send("POST", "/v1/buffers/take", **take) for _ in range(2)]
             assert ("Idempotency-Replayed" in answers[0].headers) == (point == "committed")
             assert json.loads(answers[0].content) == json.loads(answers[1].content)
             for name in NAMES:
                 receipt = answers[0].json()["buffers"][name]
-                assert (receipt["epoch"], receipt["count"], receipt["closed"]) == (epoch, 1, True)
-                assert (client.value(name, epoch=epoch) == gradients[name]).all()
-                assert client.metadata(name)["epoch"] == epoch + 1
+                assert (receipt["step"], receipt["count"], receipt["closed"]) == (step, 1, True)
+                assert (client.value(name, step=step) == gradients[name]).all()
+                assert client.metadata(name)["step"] == step + 1

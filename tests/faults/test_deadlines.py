@@ -1,4 +1,4 @@
-"""Kill -9 while epochs with deadlines are open: each epoch closes once, and every gradient is in one of them."""
+"""Kill -9 while steps with deadlines are open: each step closes once, and every gradient is in one of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.faults.cluster import Balanced, replicas
-from tests.faults.epochs import running
 from tests.faults.servers import LONG, Client, Server, moments, pause
+from tests.faults.steps import running
 from tests.faults.test_cluster_sums import faults
 from tests.postgres import Cluster
 
@@ -24,7 +24,7 @@ DEADLINE = 0.15
 
 
 def honour(client: Client, prefix: str, chance: random.Random, crash: Callable[[], object]) -> None:
-    """Check that each epoch closes once if a crash comes before its deadline, or while it closes."""
+    """Check that each step closes once if a crash comes before its deadline, or while it closes."""
     names = [f"{prefix}.{number}" for number in range(20)]
     for name in names:
         client.create(name, (2,), deadline_seconds=DEADLINE, quorum=9)
@@ -32,11 +32,11 @@ def honour(client: Client, prefix: str, chance: random.Random, crash: Callable[[
     pause(chance, 0, 1.3 * DEADLINE)
     crash()
     for name in names:
-        receipt = client.done("GET", f"/v1/buffers/{name}", params={"epoch": 0, "timeout": 30})
+        receipt = client.done("GET", f"/v1/buffers/{name}", params={"step": 0, "timeout": 30})
         assert (receipt["closed_by"], receipt["count"], receipt["version"]) == ("deadline", 1, 2)
         known = client.metadata(name)
-        assert (known["epoch"], known["version"], known["closed_epochs"]) == (1, 2, [0])
-        assert client.value(name, epoch=0).tolist() == [1, 2]
+        assert (known["step"], known["version"], known["closed_steps"]) == (1, 2, [0])
+        assert client.value(name, step=0).tolist() == [1, 2]
 
 
 def test_a_deadline_is_honoured_after_a_kill(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_deadline_is_honoured_after_a_crash_of_the_database(database: Cluster,
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_epochs_end_once_while_servers_die(workers: int, tmp_path: Path) -> None:
+def test_steps_end_once_while_servers_die(workers: int, tmp_path: Path) -> None:
     chance = random.Random(workers)
     with Server(tmp_path / "store", workers=workers) as server, running(lambda: Client(server.url)):
         for _ in moments(chance, KILLS, 0.2, 0.8):
@@ -73,7 +73,7 @@ def test_epochs_end_once_while_servers_die(workers: int, tmp_path: Path) -> None
                 server.restart()
 
 
-def test_epochs_end_once_while_replicas_and_their_database_die(database: Cluster, tmp_path: Path) -> None:
+def test_steps_end_once_while_replicas_and_their_database_die(database: Cluster, tmp_path: Path) -> None:
     chance = random.Random(4)
     with replicas(2, tmp_path, database.url) as servers:
         ways = faults(database, servers)

@@ -119,18 +119,18 @@ def kinds(of: str) -> dict[str, Call]:
         "metadata": ("GET", w, {}),
         "the head of metadata": ("HEAD", w, {}),
         "metadata that the client has": ("GET", w, {"headers": none}),
-        "a receipt": ("GET", w, {"params": {"epoch": 0}}),
-        "a receipt, waited for": ("GET", w, {"params": {"epoch": 0, "timeout": 60}}),
+        "a receipt": ("GET", w, {"params": {"step": 0}}),
+        "a receipt, waited for": ("GET", w, {"params": {"step": 0, "timeout": 60}}),
         "a value": ("GET", f"{w}/value", {}),
         "a value that the client has": ("GET", f"{w}/value", {"headers": none}),
-        "a value of an epoch": ("GET", f"{w}/value", {"params": {"epoch": 0}}),
-        "a value, waited for": ("GET", f"{w}/value", {"params": {"epoch": 0, "timeout": 60}}),
+        "a value of a step": ("GET", f"{w}/value", {"params": {"step": 0}}),
+        "a value, waited for": ("GET", f"{w}/value", {"params": {"step": 0, "timeout": 60}}),
         "values by name": ("POST", "/v1/buffers/value", named),
         "values by prefix": ("POST", "/v1/buffers/value", prefix),
-        "values of an epoch": ("POST", "/v1/buffers/value", {**named, "params": {"epoch": 0}}),
+        "values of a step": ("POST", "/v1/buffers/value", {**named, "params": {"step": 0}}),
         "statistics": ("GET", f"{w}/statistics", {}),
-        "statistics of an epoch": ("GET", f"{w}/statistics", {"params": {"epoch": 0}}),
-        "statistics of the last epoch": ("GET", f"{w}/statistics", {"params": {"closed": True}}),
+        "statistics of a step": ("GET", f"{w}/statistics", {"params": {"step": 0}}),
+        "statistics of the last step": ("GET", f"{w}/statistics", {"params": {"closed": True}}),
         "statistics by name": ("POST", "/v1/buffers/statistics", named),
         "statistics by prefix": ("POST", "/v1/buffers/statistics", prefix),
         "pushes": ("GET", "/v1/pushes", prefix),
@@ -197,7 +197,7 @@ def test_no_answer_has_what_the_standby_lacks(pair: Pair, tmp_path: Path, how: s
         client.create("waited", (3,))
         with ThreadPoolExecutor(1) as thread:
             later = thread.submit(
-                answered, client, {"an epoch": ("GET", "/v1/buffers/waited", {"params": {"epoch": 0, "timeout": 60}})}
+                answered, client, {"a step": ("GET", "/v1/buffers/waited", {"params": {"step": 0, "timeout": 60}})}
             )
             with cut_off(pair, how):
                 writer.done("POST", "/v1/buffers/waited/take")
@@ -209,7 +209,7 @@ def test_no_answer_has_what_the_standby_lacks(pair: Pair, tmp_path: Path, how: s
         wait(lambda: answered(client, kinds("before")) == statuses, "the server does not go on")
         if how == "stopped":
             assert client.send("GET", "/v1/buffers/after.w").status_code == 404
-            assert client.metadata("waited")["epoch"] == 0
+            assert client.metadata("waited")["step"] == 0
 
 
 def test_all_endpoints_of_buffers_are_asked(pair: Pair, tmp_path: Path) -> None:

@@ -161,15 +161,15 @@ class Run(Workers):
             receipts, values = client.values(*[name for group in names.values() for name in group])
         assert {receipts[name]["version"] for name in names["p"]} == {1 + STEPS}
         assert {receipts[name]["version"] for name in names["m"] + names["v"]} == {STEPS}
-        assert {(receipts[name]["epoch"], receipts[name]["count"]) for name in names["g"]} == {(STEPS, 0)}
+        assert {(receipts[name]["step"], receipts[name]["count"]) for name in names["g"]} == {(STEPS, 0)}
         worst = max(float(np.abs(values[f"run.p.{name}"] - one).max()) for name, one in weights.items())
         assert worst <= tolerance
         return worst
 
     def _loss(self, client: Client, step: int) -> float:
-        """Return the mean loss of a step, after a check that each micro-batch is in the sums of its epoch once."""
+        """Return the mean loss of a step, after a check that each micro-batch is in the sums of its step once."""
         names = [*[f"run.g.{name}" for name in self._model.weights], "run.loss"]
-        query, accept = {"epoch": step, "reduce": "mean"}, {"Accept": SAFETENSORS}
+        query, accept = {"step": step, "reduce": "mean"}, {"Accept": SAFETENSORS}
         answer = client.send("POST", "/v1/buffers/value", params=query, json={"names": names}, headers=accept)
         receipts, values = contents(answer)
         expected = {f"rank{rank}": self._batches for rank in range(self._count)}

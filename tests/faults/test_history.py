@@ -95,25 +95,25 @@ def check(history: list[Call]) -> None:
     """Raise AssertionError unless some serial order of the calls explains the history."""
     changes = sorted((call for call in history if call.what != "value"), key=lambda call: call.version)
     assert [call.version for call in changes] == list(range(1, len(changes) + 1))
-    epoch, there = 0, frozenset[int]()
-    states = [(epoch, there)]
+    step, there = 0, frozenset[int]()
+    states = [(step, there)]
     for call in changes:
         before = there
         if call.what == "add":
             assert call.element not in there
             there |= {call.element}
         else:
-            there, epoch = frozenset(), epoch + 1
-        states.append((epoch, there))
+            there, step = frozenset(), step + 1
+        states.append((step, there))
         if call.what == "take":
             assert call.value == before
-            expected = (epoch - 1, len(before), True)
+            expected = (step - 1, len(before), True)
         else:
-            expected = (epoch, len(there), False)
-        assert (call.receipt["epoch"], call.receipt["count"], call.receipt["closed"]) == expected
+            expected = (step, len(there), False)
+        assert (call.receipt["step"], call.receipt["count"], call.receipt["closed"]) == expected
     for call in history:
         if call.what == "value":
-            assert (call.receipt["epoch"], call.value) == states[call.version]
+            assert (call.receipt["step"], call.value) == states[call.version]
             assert call.receipt["count"] == len(states[call.version][1])
     order = sorted(history, key=lambda call: (call.version, call.what == "value", call.sent))
     latest = 0.0
@@ -158,8 +158,8 @@ def test_concurrent_calls_are_linearizable(tmp_path: Path) -> None:
         check_calls(partial(Client, server.url), chance, lambda: server.kill_a_worker(chance))
 
 
-def _call(what: Any, at: float, version: int, epoch: int, count: int, **rest: Any) -> Call:
-    receipt = {"version": version, "epoch": epoch, "count": count, "closed": what == "take"}
+def _call(what: Any, at: float, version: int, step: int, count: int, **rest: Any) -> Call:
+    receipt = {"version": version, "step": step, "count": count, "closed": what == "take"}
     return Call(what, at, at + 0.5, receipt, **rest)
 
 

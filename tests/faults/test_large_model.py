@@ -68,4 +68,4 @@ def test_a_server_that_is_killed_within_a_split_push_counts_it_once(tmp_path: Pa
             assert gradients.pull().count == 1
             assert all(parameter.grad.eq(number + 1).all() for parameter in model)
             buffers = [info for info in server.buffers.list("large.") if not info.name.endswith("::start")]
-            assert {(info.epoch, info.version) for info in buffers} == {(number + 1, number + 1)}
+            assert {(info.step, info.version) for info in buffers} == {(number + 1, number + 1)}

@@ -67,8 +67,8 @@ ALL = {
     "repeated",
     "lost",
     "precondition_failed",
-    "stale_epoch",
-    "epoch_open",
+    "stale_step",
+    "step_open",
 }
 
 
@@ -99,9 +99,9 @@ def test_histories_with_kills(database: Cluster, tmp_path: Path) -> None:
     assert deaths > KILLS // 3
 
 
-def told(epoch: int, version: int, count: int, total: int | None = None, **rest: bool) -> Success:
+def told(step: int, version: int, count: int, total: int | None = None, **rest: bool) -> Success:
     closed, replayed = rest.get("closed", False), rest.get("replayed", False)
-    return Success((Receipt(closed, epoch, version, count, total),), replayed)
+    return Success((Receipt(closed, step, version, count, total),), replayed)
 
 
 def added(amount: int, **rest: Any) -> Call:
@@ -118,14 +118,14 @@ LINEARIZABLE: dict[str, list[Any]] = {
     "one after the other": [
         FIRST,
         (READ, 2, 3, told(0, 1, 1, 1)),
-        (added(2, epoch=0, match=(0, 1)), 4, 5, told(0, 2, 2)),
+        (added(2, step=0, match=(0, 1)), 4, 5, told(0, 2, 2)),
         (TAKE, 6, 7, told(0, 3, 2, 3, closed=True)),
-        (Call("read", epoch=0), 8, 9, told(0, 3, 2, 3, closed=True)),
-        (added(4, epoch=0), 10, 11, "stale_epoch"),
+        (Call("read", step=0), 8, 9, told(0, 3, 2, 3, closed=True)),
+        (added(4, step=0), 10, 11, "stale_step"),
         (added(4, match=(0, 2)), 12, 13, "precondition_failed"),
-        (Call("read", epoch=1), 14, 15, "epoch_open"),
+        (Call("read", step=1), 14, 15, "step_open"),
         (ZERO, 16, 17, told(2, 4, 0)),
-        (Call("read", epoch=1), 18, 19, "epoch_gone"),
+        (Call("read", step=1), 18, 19, "step_gone"),
         (LOOK, 20, 21, told(2, 4, 0)),
     ],
     "the later call first": [
@@ -199,7 +199,7 @@ WRONG: dict[str, list[Any]] = {
         (Call("add", BOTH, 1), 0, 9, Success((Receipt(False, 0, 1, 1), Receipt(False, 0, 1, 1)))),
         (Call("read", BOTH), 1, 8, Success((Receipt(False, 0, 1, 1, 1), Receipt(False, 0, 0, 0, 0)))),
     ],
-    "an epoch that closes before its quorum": [FIRST, (added(2), 2, 3, told(0, 2, 2, closed=True))],
+    "a step that closes before its quorum": [FIRST, (added(2), 2, 3, told(0, 2, 2, closed=True))],
 }
 
 

@@ -69,50 +69,46 @@ def test_concurrent_adds_with_one_key_count_once(server: Server, client: Client)
 
 def test_concurrent_takes_with_one_key_take_once(server: Server, client: Client) -> None:
     client.create("taken", (3,))
-    for epoch in range(ROUNDS // 4):
-        client.add("taken", np.full(3, 1.0 + epoch))
+    for step in range(ROUNDS // 4):
+        client.add("taken", np.full(3, 1.0 + step))
         answers = at_once(server, "/v1/buffers/taken/take", **with_key(new_key()))
         one_was_first(answers)
-        assert answers[0].json()["value"]["data"] == [1.0 + epoch] * 3
-        assert client.metadata("taken")["epoch"] == epoch + 1
+        assert answers[0].json()["value"]["data"] == [1.0 + step] * 3
+        assert client.metadata("taken")["step"] == step + 1
 
 
 def test_waiting_takes_with_one_key_take_once(server: Server, client: Client) -> None:
     client.create("awaited", (3,))
     rounds = ROUNDS // 8
     with ThreadPoolExecutor(1) as thread:
-        for epoch in range(rounds):
+        for step in range(rounds):
             patient: dict[str, Any] = {"params": {"min_count": 1, "timeout": PATIENCE / 2}}
             waiting = thread.submit(at_once, server, "/v1/buffers/awaited/take", 4, **with_key(new_key(), **patient))
             wait_until(lambda: in_flight(server.url) >= 4)
-            client.add("awaited", np.full(3, 1.0 + epoch))
+            client.add("awaited", np.full(3, 1.0 + step))
             one_was_first(waiting.result(PATIENCE))
-            assert client.metadata("awaited")["epoch"] == epoch + 1
+            assert client.metadata("awaited")["step"] == step + 1
 
 
 def test_a_late_add_changes_nothing(client: Client) -> None:
     client.create("ahead", (3,), quorum=2)
     for _ in range(3):
         client.add("ahead", np.ones(3))
-    for epoch in (0, 2):
+    for step in (0, 2):
         before = client.state()["ahead"]
         late = client.once(
-            "POST",
-            "/v1/buffers/ahead/accumulate",
-            key=new_key(),
-            params={"epoch": epoch},
-            **tensors(gradient=np.ones(3)),
+            "POST", "/v1/buffers/ahead/accumulate", key=new_key(), params={"step": step}, **tensors(gradient=np.ones(3))
         )
-        assert_problem(late, 409, "stale_epoch", f"Epoch {epoch}")
+        assert_problem(late, 409, "stale_step", f"Step {step}")
         assert client.state()["ahead"] == before
-    assert (client.value("ahead", epoch=0) == 2).all()
-    assert client.add("ahead", np.ones(3), epoch=1)["closed"]
+    assert (client.value("ahead", step=0) == 2).all()
+    assert client.add("ahead", np.ones(3), step=1)["closed"]
 
 
-def test_a_repeated_add_that_closed_its_epoch_is_not_stale(client: Client) -> None:
+def test_a_repeated_add_that_closed_its_step_is_not_stale(client: Client) -> None:
     client.create("closing", (3,), quorum=1)
     key = new_key()
-    receipts = [client.add("closing", np.ones(3), key=key, epoch=0) for _ in range(3)]
+    receipts = [client.add("closing", np.ones(3), key=key, step=0) for _ in range(3)]
     assert receipts[0] == receipts[1] == receipts[2]
     assert client.metadata("closing")["version"] == 1
 
@@ -122,8 +118,8 @@ def test_a_take_whose_answer_was_lost_is_answered_again(size: int, server: Serve
     chance = random.Random(size)
     name = f"lost.{size}"
     client.create(name, (size,))
-    for epoch in range(ROUNDS // 4):
-        expected = np.full(size, 1.0 + epoch)
+    for step in range(ROUNDS // 4):
+        expected = np.full(size, 1.0 + step)
         client.add(name, expected)
         key = new_key()
         with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
@@ -136,6 +132,6 @@ def test_a_take_whose_answer_was_lost_is_answered_again(size: int, server: Serve
             client.send("POST", f"/v1/buffers/{name}/take", key=key, params={"encoding": "base64"}) for _ in range(2)
         ]
         assert answers[0].json() == answers[1].json()
-        assert answers[0].json()["epoch"] == epoch
-        assert client.metadata(name)["epoch"] == epoch + 1
-        assert (client.value(name, epoch=epoch) == expected).all()
+        assert answers[0].json()["step"] == step
+        assert client.metadata(name)["step"] == step + 1
+        assert (client.value(name, step=step) == expected).all()

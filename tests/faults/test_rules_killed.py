@@ -31,7 +31,7 @@ PATCHES: list[tuple[dict[str, Any], str | None]] = [
     ({"min_count": 3, "deadline_seconds": PAST_SECONDS}, None),
     ({"per_contributor": 2, "contributors": ["x"]}, None),
 ]
-"""Rules, and what closes an epoch whose count and weight are 1 when they are set."""
+"""Rules, and what closes a step whose count and weight are 1 when they are set."""
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def answers(client: Client, point: str, method: str, path: str, **request: Any) 
 
 
 def test_an_add_of_a_contributor_counts_once(service: Mortal, client: Client) -> None:
-    """The add closes one epoch and leaves another open. It is no duplicate of itself."""
+    """The add closes one step and leaves another open. It is no duplicate of itself."""
     for point in service.points:
         closing, staying = new_key(), new_key()
         rules: dict[str, Any] = {"contributors": ["x", "y", "z"], "deadline_seconds": FAR_SECONDS}
@@ -61,16 +61,16 @@ def test_an_add_of_a_contributor_counts_once(service: Mortal, client: Client) ->
         for name in (closing, staying):
             client.add(name, np.array([1.0, 0.0]), contributor="y")
         both = tensors(**dict.fromkeys((closing, staying), np.array([0.0, 1.0])))
-        add: dict[str, Any] = {"params": {"contributor": "x", "epoch": 0}, "key": new_key(), **both}
+        add: dict[str, Any] = {"params": {"contributor": "x", "step": 0}, "key": new_key(), **both}
         service.loses(client, point, "POST", "/v1/buffers/accumulate", **add)
         made = point == "committed"
-        assert (client.metadata(closing)["epoch"], client.metadata(staying)["count"]) == (made, 1 + made)
+        assert (client.metadata(closing)["step"], client.metadata(staying)["count"]) == (made, 1 + made)
         receipts = answers(client, point, "POST", "/v1/buffers/accumulate", **add)["buffers"]
         assert (receipts[closing]["closed_by"], receipts[closing]["contributors"]) == ("quorum", {"x": 1, "y": 1})
-        closed = client.done("GET", f"/v1/buffers/{closing}", params={"epoch": 0})
+        closed = client.done("GET", f"/v1/buffers/{closing}", params={"step": 0})
         assert closed == {**receipts[closing], "updated": False}
         assert (closed["count"], closed["version"]) == (2, 2)
-        assert client.value(closing, epoch=0).tolist() == [1, 1]
+        assert client.value(closing, step=0).tolist() == [1, 1]
         known = client.metadata(staying)
         assert (known["count"], known["contributors_in"], known["missing"]) == (2, {"y": 1, "x": 1}, ["z"])
         body = tensors(gradient=np.ones(2))
@@ -79,27 +79,27 @@ def test_an_add_of_a_contributor_counts_once(service: Mortal, client: Client) ->
         assert client.value(staying).tolist() == [1, 1]
 
 
-def test_a_contributor_whose_epoch_has_ended_meanwhile(service: Mortal, client: Client) -> None:
-    """If its add was made, it gets its receipt; else the epoch has ended without it."""
+def test_a_contributor_whose_step_has_ended_meanwhile(service: Mortal, client: Client) -> None:
+    """If its add was made, it gets its receipt; else the step has ended without it."""
     for point in service.points:
         name, key = new_key(), new_key()
         client.create(name, (2,), deadline_seconds=FAR_SECONDS, keep=2)
         client.add(name, np.array([1.0, 0.0]), contributor="y")
-        add: dict[str, Any] = {"params": {"contributor": "x", "epoch": 0}, "key": key}
+        add: dict[str, Any] = {"params": {"contributor": "x", "step": 0}, "key": key}
         add |= tensors(gradient=np.array([0.0, 1.0]))
         service.loses(client, point, "POST", f"/v1/buffers/{name}/accumulate", **add)
         client.done("PATCH", f"/v1/buffers/{name}", json={"deadline_seconds": PAST_SECONDS})
         late, made = client.send("POST", f"/v1/buffers/{name}/accumulate", **add), point == "committed"
         if made:
             assert (late.status_code, late.headers["Idempotency-Replayed"]) == (200, "true")
-            assert (late.json()["count"], late.json()["epoch"], late.json()["closed"]) == (2, 0, False)
+            assert (late.json()["count"], late.json()["step"], late.json()["closed"]) == (2, 0, False)
         else:
-            assert_problem(late, 409, "stale_epoch", "Epoch 0")
-        closed = client.done("GET", f"/v1/buffers/{name}", params={"epoch": 0})
+            assert_problem(late, 409, "stale_step", "Step 0")
+        closed = client.done("GET", f"/v1/buffers/{name}", params={"step": 0})
         assert (closed["closed_by"], closed["count"]) == ("deadline", 1 + made)
         assert closed["contributors"] == ({"y": 1, "x": 1} if made else {"y": 1})
-        assert client.value(name, epoch=0).tolist() == [1, made]
-        assert (client.metadata(name)["epoch"], client.metadata(name)["count"]) == (1, 0)
+        assert client.value(name, step=0).tolist() == [1, made]
+        assert (client.metadata(name)["step"], client.metadata(name)["count"]) == (1, 0)
 
 
 def test_a_change_of_rules_is_made_once(service: Mortal, client: Client) -> None:
@@ -117,11 +117,11 @@ def test_a_change_of_rules_is_made_once(service: Mortal, client: Client) -> None
         known = client.metadata(name)
         assert known == answer
         assert {rule: known[rule] for rule in rules} == rules
-        assert (known["version"], known["epoch"], known["count"]) == (2, int(closed_by is not None), closed_by is None)
+        assert (known["version"], known["step"], known["count"]) == (2, int(closed_by is not None), closed_by is None)
         if closed_by is not None:
-            closed = client.done("GET", f"/v1/buffers/{name}", params={"epoch": 0})
+            closed = client.done("GET", f"/v1/buffers/{name}", params={"step": 0})
             assert (closed["closed_by"], closed["count"], closed["contributors"]) == (closed_by, 1, {"x": 1})
-            assert client.value(name, epoch=0).tolist() == [1, 2]
+            assert client.value(name, step=0).tolist() == [1, 2]
 
 
 def test_many_buffers_are_created_together(service: Mortal, client: Client) -> None:
@@ -140,21 +140,21 @@ def test_many_buffers_are_created_together(service: Mortal, client: Client) -> N
 
 
 def check_closed(url: str, names: list[str]) -> None:
-    """Check that the server closes the first epoch of each buffer once. A listing closes none by itself."""
+    """Check that the server closes the first step of each buffer once. A listing closes none by itself."""
     with Client(url) as client:
 
-        def epochs() -> set[int]:
+        def steps() -> set[int]:
             listed = client.done("GET", "/v1/buffers", params={"limit": 1000})["buffers"]
-            return {one["epoch"] for one in listed if one["name"] in names}
+            return {one["step"] for one in listed if one["name"] in names}
 
-        wait(lambda: epochs() == {1}, "nobody closes the epochs")
+        wait(lambda: steps() == {1}, "nobody closes the steps")
         for name in names:
-            receipt = client.done("GET", f"/v1/buffers/{name}", params={"epoch": 0})
+            receipt = client.done("GET", f"/v1/buffers/{name}", params={"step": 0})
             assert (receipt["closed_by"], receipt["count"], receipt["version"]) == ("deadline", 1, 2)
             assert receipt["contributors"] == {"x": 1}
             known = client.metadata(name)
-            assert (known["epoch"], known["version"], known["closed_epochs"]) == (1, 2, [0])
-            assert client.value(name, epoch=0).tolist() == [1, 2]
+            assert (known["step"], known["version"], known["closed_steps"]) == (1, 2, [0])
+            assert client.value(name, step=0).tolist() == [1, 2]
 
 
 def check_closed_without(service: Mortal, names: list[str]) -> None:
@@ -166,21 +166,21 @@ def check_closed_without(service: Mortal, names: list[str]) -> None:
     check_closed(service.server.url, names)
 
 
-def test_a_server_dies_before_it_closes_an_epoch(service: Mortal, client: Client) -> None:
-    """It dies as soon as the add is made. The answer is lost, and the deadline closes the epoch all the same."""
+def test_a_server_dies_before_it_closes_an_step(service: Mortal, client: Client) -> None:
+    """It dies as soon as the add is made. The answer is lost, and the deadline closes the step all the same."""
     name = new_key()
     client.create(name, (2,), deadline_seconds=DEADLINE_SECONDS)
-    add: dict[str, Any] = {"params": {"contributor": "x", "epoch": 0}, "key": new_key()}
+    add: dict[str, Any] = {"params": {"contributor": "x", "step": 0}, "key": new_key()}
     add |= tensors(gradient=np.array([1.0, 2.0]))
     service.order("committed")
     with pytest.raises(httpx.TransportError):
         client.once("POST", f"/v1/buffers/{name}/accumulate", **add)
     check_closed_without(service, [name])
     receipt = answers(client, "committed", "POST", f"/v1/buffers/{name}/accumulate", **add)
-    assert (receipt["count"], receipt["epoch"], receipt["closed"]) == (1, 0, False)
+    assert (receipt["count"], receipt["step"], receipt["closed"]) == (1, 0, False)
 
 
-def test_a_server_dies_while_it_closes_an_epoch(service: Mortal, client: Client) -> None:
+def test_a_server_dies_while_it_closes_an_step(service: Mortal, client: Client) -> None:
     """Before the commit, and after it. Over PostgreSQL the other server may be the first to close: then try again."""
     for point in service.closing_points:
         names: list[str] = []

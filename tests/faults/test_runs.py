@@ -32,14 +32,14 @@ class Run(Workers):
         expected = reference(MEGABYTES, STEPS)
         for rank in range(WORKERS):
             weights, state = torch.load(self.place / f"rank{rank}.pt", mmap=True)
-            assert (state["epoch"], weights.keys()) == (STEPS, expected.keys())
+            assert (state["step"], weights.keys()) == (STEPS, expected.keys())
             assert all(torch.equal(weights[name], one) for name, one in expected.items())
         with Client(self.servers[0].url) as client:
             found = client.done("GET", "/v1/buffers", params={"limit": 1000})["buffers"]
             assert client.done("GET", "/v1/pushes")["pushes"] == []
         sums = [one for one in found if not one["name"].endswith("::start")]
         assert sum(one["dtype"] == "float64" for one in sums) > 3  # tallies: a push has a part for each
-        assert {(one["epoch"], one["count"], one["version"]) for one in sums} == {(STEPS, 0, WORKERS * STEPS)}
+        assert {(one["step"], one["count"], one["version"]) for one in sums} == {(STEPS, 0, WORKERS * STEPS)}
 
     def __enter__(self) -> Run:
         return self

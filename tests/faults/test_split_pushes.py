@@ -51,10 +51,10 @@ def check_counted_once(url: str, prefix: str) -> None:
         buffers = [one for one in listed if not one["name"].endswith("::start")]
         assert len(buffers) == 2 * REQUESTS  # each request has a sum and its tally
         for one in buffers:
-            receipt = client.done("GET", f"/v1/buffers/{one['name']}", params={"epoch": 0})
+            receipt = client.done("GET", f"/v1/buffers/{one['name']}", params={"step": 0})
             assert (receipt["count"], receipt["version"], receipt["weight"]) == (2, 2, 4.0)
             assert (receipt["closed_by"], receipt["contributors"]) == ("quorum", {"0": 1, "1": 1})
-            assert (one["epoch"], one["version"], one["count"]) == (1, 2, 0)
+            assert (one["step"], one["version"], one["count"]) == (1, 2, 0)
 
 
 def check_means(*workers: tuple[Any, GradientAccumulator]) -> None:

@@ -122,17 +122,17 @@ class HttpMachine(machine.Machine):
         else:
             assert self.ask([step], None) == "unknown_buffer"
 
-    @rule(name=machine.names, epoch=st.integers(0, 4))
-    def read_mean(self, name: str, epoch: int) -> None:
+    @rule(name=machine.names, step=st.integers(0, 4))
+    def read_mean(self, name: str, step: int) -> None:
         buffer = self.model.alive().get(name)
-        if buffer is None or epoch not in buffer.epochs:
+        if buffer is None or step not in buffer.steps:
             return
-        receipt, total = buffer.epochs[epoch]
+        receipt, total = buffer.steps[step]
         if receipt["weight"]:
-            assert_same_bits(self.remote.mean(name, epoch), machine.mean_of(total, receipt["weight"]))
+            assert_same_bits(self.remote.mean(name, step), machine.mean_of(total, receipt["weight"]))
             return
         with pytest.raises(NothingToAverage) as caught:
-            self.remote.mean(name, epoch)
+            self.remote.mean(name, step)
         assert caught.value.context == {"buffer": name, "receipt": {**receipt, "updated": False}}
 
     @classmethod

@@ -42,7 +42,7 @@ class Run:
         """Add a worker's gradients for the next step."""
         gradients = {f"{self.prefix}g.{name}": each for name, each in _gradients(worker, self.steps).items()}
         client.done(
-            "POST", "/v1/buffers/accumulate", key=new_key(), params={"epoch": self.steps}, **tensors(**gradients)
+            "POST", "/v1/buffers/accumulate", key=new_key(), params={"step": self.steps}, **tensors(**gradients)
         )
 
     def request(self, step: int) -> dict[str, Any]:

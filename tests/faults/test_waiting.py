@@ -64,7 +64,7 @@ ADD = Add(name="w", gradient=SCALAR)
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("kind", ["epoch", "count", "tag"])
+@pytest.mark.parametrize("kind", ["step", "count", "tag"])
 def test_a_change_as_the_wait_begins_ends_the_wait(kind: str, before: bool) -> None:
     store = Racing()
     change(store, W)
@@ -74,14 +74,14 @@ def test_a_change_as_the_wait_begins_ends_the_wait(kind: str, before: bool) -> N
         nonlocal tries
         tries += 1
         record = MemoryStore.record(store, "w")
-        if kind == "epoch":
-            return record.closed_epoch(0).epoch
+        if kind == "step":
+            return record.closed_step(0).step
         with suppress(PreconditionFailed):
             Take(name="w", min_count=5 if kind == "tag" else 1, match=match).admit(record)
         return 0
 
     match = frozenset({'"0-0"'} if kind == "tag" else ANY)
-    store.race, store.before = lambda: change(store, Take(name="w") if kind == "epoch" else ADD), before
+    store.race, store.before = lambda: change(store, Take(name="w") if kind == "step" else ADD), before
     assert waited(store, attempt, match) == 0
     assert tries == 2
     store.close()

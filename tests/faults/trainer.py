@@ -20,7 +20,7 @@ WEIGHTS = range(1, WORKERS + 1)
 """The weight of each rank's pushes."""
 
 SECONDS = 600.0
-"""How long a worker calls a server that is away, and how long an epoch waits for a worker on a slow machine."""
+"""How long a worker calls a server that is away, and how long a step waits for a worker on a slow machine."""
 
 Gradients = list[torch.Tensor]
 
@@ -88,10 +88,10 @@ def train(url: str, megabytes: int, part_bytes: int, steps: int) -> None:
         own: dict[str, Any] = {"request_bytes": part_bytes, "deadline_seconds": SECONDS}
         gradients = GradientAccumulator.from_env(training.model, server, run="run", **own)
         load_or_save(f"rank{rank}.pt", training.model, gradients)
-        while gradients.epoch < steps:
-            write(f"epoch {gradients.epoch}")
-            await_gate(gradients.epoch)
-            training.set(training.gradients(gradients.epoch, rank))
+        while gradients.step < steps:
+            write(f"step {gradients.step}")
+            await_gate(gradients.step)
+            training.set(training.gradients(gradients.step, rank))
             gradients.push(weight=WEIGHTS[rank])
             assert gradients.pull().contributors == {f"rank{one}": 1 for one in range(WORKERS)}
             training.step()

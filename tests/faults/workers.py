@@ -23,7 +23,7 @@ Fault: TypeAlias = Callable[[int], None]
 
 
 class Workers:
-    """The workers, each with its server. They print `epoch N` when they begin a step, and more lines in each."""
+    """The workers, each with its server. They print `step N` when they begin a step, and more lines in each."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Workers:
     def _has_come(self, printed: str, step: int, lines: int) -> bool:
         """Return whether a worker has written this many lines since it began this step or a later one."""
         written = printed.splitlines()
-        begun = [at for at, line in enumerate(written) if line.startswith("epoch ") and int(line[6:]) >= step]
-        return bool(begun and len(written) > begun[0] + lines) or printed.endswith(f"epoch {self.gate}\n")
+        begun = [at for at, line in enumerate(written) if line.startswith("step ") and int(line[6:]) >= step]
+        return bool(begun and len(written) > begun[0] + lines) or printed.endswith(f"step {self.gate}\n")
 
     def __enter__(self) -> Workers:
         return self

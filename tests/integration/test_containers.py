@@ -250,7 +250,7 @@ def test_stopping_the_service_finishes_requests_in_flight(stack: Stack) -> None:
     body = b'{"gradient": [5]}'
     with client(stack.url, stack.secret) as server, ThreadPoolExecutor(2) as pool:
         server.put(f"/v1/buffers/{name}", json={"shape": [1], "quorum": 2}).raise_for_status()
-        wanted = {"epoch": 0, "timeout": 600}
+        wanted = {"step": 0, "timeout": 600}
         poll = pool.submit(server.get, f"/v1/buffers/{name}/value", params=wanted)
         upload = http.client.HTTPConnection("127.0.0.1", httpx.URL(stack.url).port, timeout=60)
         upload.putrequest("POST", f"/v1/buffers/{name}/accumulate")

@@ -117,7 +117,7 @@ def test_a_body_over_the_limit_is_refused_before_it_arrives(url: str, secret: st
 
 def test_a_poll_waits_for_the_quorum(server: httpx.Client, name: str) -> None:
     create(server, name, shape=[1], quorum=2)
-    wanted = {"epoch": 0, "timeout": 50}
+    wanted = {"step": 0, "timeout": 50}
     with ThreadPoolExecutor(1) as pool:
         value = pool.submit(server.get, f"/v1/buffers/{name}/value", params=wanted)
         for _ in range(2):
@@ -129,5 +129,5 @@ def test_a_poll_waits_for_the_quorum(server: httpx.Client, name: str) -> None:
 
 def test_a_poll_ends_at_its_timeout(server: httpx.Client, name: str) -> None:
     create(server, name, shape=[1], quorum=2)
-    answer = server.get(f"/v1/buffers/{name}/value", params={"epoch": 0, "timeout": 1})
-    assert_problem(answer, 409, "epoch_open")
+    answer = server.get(f"/v1/buffers/{name}/value", params={"step": 0, "timeout": 1})
+    assert_problem(answer, 409, "step_open")

@@ -29,16 +29,16 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
     are pairs.
 
     `push` sends a tree of gradients. `pull` returns the tree of their weighted mean. Without a `quorum`, a pull closes
-    the epoch, which suits a single worker. With a `quorum` (workers times micro-batches), the `quorum`th push closes
-    the epoch, and every worker pulls the same bits.
+    the step, which suits a single worker. With a `quorum` (workers times micro-batches), the `quorum`th push closes
+    the step, and every worker pulls the same bits.
 
-    Workers that give the same `run` sum together. Each may join at any time, and again after a restart: from epoch 1 on
+    Workers that give the same `run` sum together. Each may join at any time, and again after a restart: from step 1 on
     with `load_state_dict` or `broadcast_parameters(tree, send=False)`, so that it has the run's weights. `__init__`
     explains the arguments. `wire_dtype` may be the name of a dtype.
 
     Threads must not share it. Raises `InvalidInput` for a tree that cannot be accumulated. Raises `Conflict` for
     buffers with other rules or of another run, and for a tree unlike that of the run's first worker: in its names,
-    shapes and dtypes, and in epoch 0 in its numbers.
+    shapes and dtypes, and in step 0 in its numbers.
 
     >>> import numpy as np
     >>> from gradserve_client.arrays import GradientAccumulator
@@ -57,7 +57,7 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
     _model: Model
 
     pulled: Pulled | None = None
-    """The epoch of the last pull: who was in it, what closed it, and the mean loss."""
+    """The step of the last pull: who was in it, what closed it, and the mean loss."""
 
     def _check_wire(self, dtype: npt.DTypeLike | None) -> None:
         if dtype is not None:
@@ -97,8 +97,8 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
         computation. The next call of this accumulator waits for the thread first, and raises its error. If the same
         push may succeed later, the call after that sends it again. Without a next call, Python exits with status 120.
 
-        After another error the push can be repeated. Raises `Conflict` if the worker came to the run after epoch 0 and
-        has not got the run's weights. Raises `StaleEpoch` if the epoch has closed without this worker, and
+        After another error the push can be repeated. Raises `Conflict` if the worker came to the run after step 0 and
+        has not got the run's weights. Raises `StaleStep` if the step has closed without this worker, and
         `DuplicateContributor` after `per_contributor` pushes: the worker can `pull` then. Raises `KeyReused` if a
         worker of this name has made this push with another gradient or weight. That push counts, and the next call
         makes the next push. Raises `InvalidInput` for a tree of other keys, shapes or dtypes.
@@ -113,20 +113,20 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
         return self._push(found, weight, scale, loss, wait=wait)
 
     def pull(self) -> Any:
-        """Return the tree of the weighted mean of the epoch, and begin the next epoch.
+        """Return the tree of the weighted mean of the step, and begin the next step.
 
-        With a quorum or a deadline, this waits up to `timeout` seconds until the epoch closes. Without, it closes the
-        epoch. `pulled` says who was in it, what closed it, and the mean `loss` with `loss=True`. Each gradient has the
+        With a quorum or a deadline, this waits up to `timeout` seconds until the step closes. Without, it closes the
+        step. `pulled` says who was in it, what closed it, and the mean `loss` with `loss=True`. Each gradient has the
         shape and the dtype of its array. It is a JAX array, on the same devices, if that was one. Infinity and NaN
         reach every worker unchanged.
 
         An array that nobody had a gradient for is None, or zeros with unused="zeros". If all weights are 0, every
         array is None, and the weight of `pulled` is 0. If other weights sum to 0, there is no mean: this raises
-        `NothingToAverage`, in every worker, and the next epoch begins. `reduce="sum"` returns the sums.
+        `NothingToAverage`, in every worker, and the next step begins. `reduce="sum"` returns the sums.
 
-        After an error the pull can be repeated. Raises `EpochOpen` if pushes are missing; its `missing` says whose, of
-        the expected `contributors`. Raises `EpochGone` if this worker is more than `keep` epochs behind. Raises
-        `Conflict`, in every worker, if pushes had different scales: then the next epoch begins.
+        After an error the pull can be repeated. Raises `StepOpen` if pushes are missing; its `missing` says whose, of
+        the expected `contributors`. Raises `StepGone` if this worker is more than `keep` steps behind. Raises
+        `Conflict`, in every worker, if pushes had different scales: then the next step begins.
         """
         self.pulled, found = self._pull(partial(self._model.tree, zeros=self._unused == "zeros"))
         return found
@@ -137,12 +137,12 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
         The tree may have more than the accumulator's, such as batch statistics and the state of an optimizer. It has
         the same paths, shapes and dtypes in all workers and in all calls. Integers up to 2**53 are sent, too.
 
-        All workers make the same calls in an epoch: the second call waits for the second broadcast. The others get the
-        newest of their epoch or later, and continue in that epoch. They wait up to `timeout` seconds. So a worker that
+        All workers make the same calls in a step: the second call waits for the second broadcast. The others get the
+        newest of their step or later, and continue in that step. They wait up to `timeout` seconds. So a worker that
         joins late calls this once, and then another worker, between its steps.
 
-        Raises `EpochOpen` if nobody sends, and `InvalidInput` for an array that cannot be sent. Raises `Conflict` if
-        this worker's arrays are not the run's: it came after epoch 0, or with start="any" to an epoch that has begun
+        Raises `StepOpen` if nobody sends, and `InvalidInput` for an array that cannot be sent. Raises `Conflict` if
+        this worker's arrays are not the run's: it came after step 0, or with start="any" to a step that has begun
         with others.
         """
         state = self._new_state(tree)

@@ -41,12 +41,12 @@ class Buffer(BufferName):
     ) -> BufferInfo:
         """Create the buffer with zeros. An equal buffer may exist already, unless `exist_ok` is False.
 
-        `dtype` is float16, bfloat16, float32 or float64. The server keeps the last `keep` closed epochs. With
+        `dtype` is float16, bfloat16, float32 or float64. The server keeps the last `keep` closed steps. With
         nonfinite="reject", it refuses gradients that would make the sum infinite or NaN. It refuses gradients whose
         2-norm, without the weight, is above `max_norm`. It deletes the buffer `ttl_seconds` after the last change.
 
-        An epoch closes with its `quorum`th gradient, with the weight `quorum_weight`, or `deadline_seconds` after its
-        first gradient; if `min_count` gradients are not in then, with the gradient that brings them. Each epoch expects
+        A step closes with its `quorum`th gradient, with the weight `quorum_weight`, or `deadline_seconds` after its
+        first gradient; if `min_count` gradients are not in then, with the gradient that brings them. Each step expects
         the `contributors`, and takes `per_contributor` gradients of each contributor, also of others.
 
         Raises `Conflict` if a different buffer of this name exists, `PreconditionFailed` if any exists and `exist_ok`
@@ -74,7 +74,7 @@ class Buffer(BufferName):
     ) -> BufferInfo:
         """Change these of the rules that `create` has, and return the metadata. None takes a rule away.
 
-        If the running epoch fulfils a new rule already, the epoch closes at once. A deadline counts from the epoch's
+        If the running step fulfils a new rule already, the step closes at once. A deadline counts from the step's
         first gradient, or from this call if the buffer had no deadline. `if_match` is the `etag` that the buffer must
         have.
 
@@ -92,13 +92,13 @@ class Buffer(BufferName):
     def info(self) -> BufferInfo: ...
 
     @overload
-    def info(self, *, epoch: int, timeout: float = 0.0) -> Receipt: ...
+    def info(self, *, step: int, timeout: float = 0.0) -> Receipt: ...
 
-    def info(self, *, epoch: int | None = None, timeout: float = 0.0) -> BufferInfo | Receipt:
-        """Return the buffer's metadata, or the receipt of a closed `epoch`.
+    def info(self, *, step: int | None = None, timeout: float = 0.0) -> BufferInfo | Receipt:
+        """Return the buffer's metadata, or the receipt of a closed `step`.
 
-        The call waits up to `timeout` seconds until the epoch has closed. Raises `NotFound`, `EpochOpen` after the
-        `timeout`, and `EpochGone` if the server no longer keeps the epoch.
+        The call waits up to `timeout` seconds until the step has closed. Raises `NotFound`, `StepOpen` after the
+        `timeout`, and `StepGone` if the server no longer keeps the step.
 
         >>> server.buffers["w1"].info().shape
         (1, 2)
@@ -106,13 +106,13 @@ class Buffer(BufferName):
         False
         >>> server.buffers["w1"].set_rules(quorum=1).count
         0
-        >>> closed = server.buffers["w1"].info(epoch=0)
+        >>> closed = server.buffers["w1"].info(step=0)
         >>> closed.closed_by, closed.contributors
         ('quorum', {'rank0': 1})
         """
-        if epoch is None:
+        if step is None:
             return self._runner.run(on(self.name, "GET", "", answers.info))
-        query = as_query({"epoch": epoch})
+        query = as_query({"step": step})
         return self._runner.run(on(self.name, "GET", "", answers.receipt, query=query, wait=timeout))
 
     def accumulate(
@@ -120,7 +120,7 @@ class Buffer(BufferName):
         gradient: TensorLike | Rows,
         *,
         weight: float = 1.0,
-        epoch: int | None = None,
+        step: int | None = None,
         overwrite: bool = False,
         do_update: bool = True,
         contributor: str | None = None,
@@ -131,20 +131,20 @@ class Buffer(BufferName):
         """Add `weight` times the gradient to the sum, exactly once. The sum is on the server's disk afterwards.
 
         The server broadcasts the gradient to the buffer's shape and converts it to the buffer's dtype. `Rows` are a
-        sparse gradient. The array must not change during the call. With `epoch`, the server refuses the gradient
-        unless the buffer is in that epoch. The epoch lists the `contributor`. `overwrite` replaces the sum.
+        sparse gradient. The array must not change during the call. With `step`, the server refuses the gradient
+        unless the buffer is in that step. The step lists the `contributor`. `overwrite` replaces the sum.
         `do_update=False` changes nothing. `return_value` puts the sum into the receipt's `value`. `if_match` is the
         `etag` that the buffer must have.
 
         Each call gets a new key, so that all its attempts count once. With your own `idempotency_key`, all calls with
         the same arguments count once together, as long as the server remembers the key (a day).
 
-        Raises `NotFound`, `InvalidInput`, `StaleEpoch`, `DuplicateContributor`, `PreconditionFailed` and `StoreFull`.
+        Raises `NotFound`, `InvalidInput`, `StaleStep`, `DuplicateContributor`, `PreconditionFailed` and `StoreFull`.
 
         >>> server.buffers["w1"].accumulate([[1, 2]], weight=32).count
         1
         """
-        query = add_query(weight, epoch, overwrite, do_update, contributor)
+        query = add_query(weight, step, overwrite, do_update, contributor)
         accept = MEDIA_TYPE if return_value else JSON
         return self._runner.run(
             on(
@@ -162,55 +162,55 @@ class Buffer(BufferName):
     def value(
         self,
         *,
-        epoch: int | None = None,
+        step: int | None = None,
         reduce: Reduce = "sum",
         dtype: npt.DTypeLike | None = None,
         timeout: float = 0.0,
     ) -> Array:
-        """Return the running sum, or the sum of `epoch`, after up to `timeout` seconds until the epoch has closed.
+        """Return the running sum, or the sum of `step`, after up to `timeout` seconds until the step has closed.
 
         reduce="mean" divides the sum by the sum of the weights. `dtype` is that of the result, by default the buffer's.
 
-        Raises `NotFound`, `EpochOpen` after the `timeout`, `EpochGone` if the server no longer keeps the epoch, and
+        Raises `NotFound`, `StepOpen` after the `timeout`, `StepGone` if the server no longer keeps the step, and
         `NothingToAverage` for the mean of weights that sum to zero.
 
         >>> server.buffers["w1"].value()
         array([[0., 0.]], dtype=float32)
         """
-        query = as_query({"epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)})
+        query = as_query({"step": step, "reduce": reduce, "dtype": as_dtype(dtype)})
         accept = {"Accept": MEDIA_TYPE}
         return self._runner.run(
             on(self.name, "GET", "/value", answers.value, query=query, headers=accept, wait=timeout)
         )
 
-    def statistics(self, *, epoch: int | None = None, heat_map: int | None = None) -> Statistics:
-        """Return what is in the sum, or in that of a closed `epoch`, with a histogram and past epochs.
+    def statistics(self, *, step: int | None = None, heat_map: int | None = None) -> Statistics:
+        """Return what is in the sum, or in that of a closed `step`, with a histogram and past steps.
 
         With `heat_map`, also the means of at most this many rows and columns of cells, 256 at most. Raises `NotFound`,
-        `EpochOpen` and `EpochGone`.
+        `StepOpen` and `StepGone`.
 
         >>> server.buffers["w1"].statistics().norm
         0.0
         """
-        query = as_query({"epoch": epoch, "heat_map": heat_map})
+        query = as_query({"step": step, "heat_map": heat_map})
         return self._runner.run(on(self.name, "GET", "/statistics", answers.statistics, query=query))
 
     def take(
         self,
         *,
         min_count: int = 0,
-        epoch: int | None = None,
+        step: int | None = None,
         timeout: float = 0.0,
         reduce: Reduce = "sum",
         dtype: npt.DTypeLike | None = None,
         if_match: str | None = None,
         idempotency_key: str | None = None,
     ) -> Taken:
-        """Close the epoch, and return its receipt with its value: read and zero in a single step.
+        """Close the step, and return its receipt with its value: read and zero in a single step.
 
-        The call waits up to `timeout` seconds for `min_count` gradients, and then raises `EpochOpen`. It raises
-        `StaleEpoch` if the buffer is not in `epoch`. If several clients take from a buffer, let it `keep` more epochs
-        than there are clients: a retry after a lost answer reads the closed epoch, or raises `EpochGone`.
+        The call waits up to `timeout` seconds for `min_count` gradients, and then raises `StepOpen`. It raises
+        `StaleStep` if the buffer is not in `step`. If several clients take from a buffer, let it `keep` more steps
+        than there are clients: a retry after a lost answer reads the closed step, or raises `StepGone`.
 
         >>> server.buffers["w1"].accumulate([[1, 2]], weight=2).closed
         False
@@ -223,7 +223,7 @@ class Buffer(BufferName):
                 "POST",
                 "/take",
                 answers.taken,
-                query=as_query({"min_count": min_count, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}),
+                query=as_query({"min_count": min_count, "step": step, "reduce": reduce, "dtype": as_dtype(dtype)}),
                 headers={"Accept": MEDIA_TYPE, **matching(if_match)},
                 key=as_key(idempotency_key),
                 wait=timeout,
@@ -231,16 +231,16 @@ class Buffer(BufferName):
         )
 
     def zero(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> Receipt:
-        """Discard the sum, and begin the next epoch.
+        """Discard the sum, and begin the next step.
 
-        >>> server.buffers["w1"].zero().epoch
+        >>> server.buffers["w1"].zero().step
         1
         """
         headers, key = matching(if_match), as_key(idempotency_key)
         return self._runner.run(on(self.name, "POST", "/zero", answers.receipt, headers=headers, key=key))
 
     def delete(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> None:
-        """Delete the buffer, its value and its closed epochs. Raises `NotFound`.
+        """Delete the buffer, its value and its closed steps. Raises `NotFound`.
 
         >>> server.buffers["w1"].delete()
         """

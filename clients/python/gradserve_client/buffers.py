@@ -69,7 +69,7 @@ class Buffers:
         gradients: Mapping[str, TensorLike | Rows],
         *,
         weight: float = 1.0,
-        epoch: int | None = None,
+        step: int | None = None,
         overwrite: bool = False,
         do_update: bool = True,
         contributor: str | None = None,
@@ -89,7 +89,7 @@ class Buffers:
             bulk.accumulate(
                 gradients,
                 weight=weight,
-                epoch=epoch,
+                step=step,
                 overwrite=overwrite,
                 do_update=do_update,
                 contributor=contributor,
@@ -147,7 +147,7 @@ class Buffers:
         names: Collection[str] | None = None,
         *,
         prefix: str | None = None,
-        epoch: int | None = None,
+        step: int | None = None,
         reduce: Reduce = "sum",
         dtype: npt.DTypeLike | None = None,
         timeout: float = 0.0,
@@ -157,12 +157,12 @@ class Buffers:
         >>> server.buffers.value(["w1", "w2"])
         {'w1': array([[0., 0.]], dtype=float32), 'w2': array([0.], dtype=float32)}
         """
-        return self._runner.run(bulk.value(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout))
+        return self._runner.run(bulk.value(names, prefix, step=step, reduce=reduce, dtype=dtype, timeout=timeout))
 
     def statistics(
         self, names: Collection[str] | None = None, *, prefix: str | None = None
     ) -> dict[str, Statistics | None]:
-        """Return the statistics by name, without histograms and epochs; see `Buffer.statistics`.
+        """Return the statistics by name, without histograms and steps; see `Buffer.statistics`.
 
         The server computes a bounded number at once. A buffer that it has not come to yet is None; one that has
         changed since has an earlier `version`. Ask again.
@@ -178,13 +178,13 @@ class Buffers:
         *,
         prefix: str | None = None,
         min_count: int = 0,
-        epoch: int | None = None,
+        step: int | None = None,
         timeout: float = 0.0,
         reduce: Reduce = "sum",
         dtype: npt.DTypeLike | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Taken]:
-        """Close the epochs, and return their receipts and values by name; see `Buffer.take`.
+        """Close the steps, and return their receipts and values by name; see `Buffer.take`.
 
         >>> sorted(server.buffers.take(prefix="layer1."))
         ['layer1.bias', 'layer1.weight']
@@ -194,7 +194,7 @@ class Buffers:
                 names,
                 prefix,
                 min_count=min_count,
-                epoch=epoch,
+                step=step,
                 timeout=timeout,
                 reduce=reduce,
                 dtype=dtype,
@@ -202,35 +202,35 @@ class Buffers:
             )
         )
 
-    def close_epoch(
+    def close_step(
         self,
         names: Collection[str] | None = None,
         *,
         prefix: str | None = None,
         min_count: int = 0,
-        epoch: int | None = None,
+        step: int | None = None,
         timeout: float = 0.0,
         idempotency_key: str | None = None,
     ) -> dict[str, Receipt]:
-        """Close the epochs as `take` does, and return their receipts by name without the values.
+        """Close the steps as `take` does, and return their receipts by name without the values.
 
-        So the epochs of a large model close at one moment. `value(epoch=...)` then reads them in pieces.
+        So the steps of a large model close at one moment. `value(step=...)` then reads them in pieces.
 
-        >>> sorted(server.buffers.close_epoch(prefix="layer1."))
+        >>> sorted(server.buffers.close_step(prefix="layer1."))
         ['layer1.bias', 'layer1.weight']
         """
         return self._runner.run(
-            bulk.close_epoch(
-                names, prefix, min_count=min_count, epoch=epoch, timeout=timeout, idempotency_key=idempotency_key
+            bulk.close_step(
+                names, prefix, min_count=min_count, step=step, timeout=timeout, idempotency_key=idempotency_key
             )
         )
 
     def zero(
         self, names: Collection[str] | None = None, *, prefix: str | None = None, idempotency_key: str | None = None
     ) -> dict[str, Receipt]:
-        """Discard the sums, and begin the next epochs; see `Buffer.zero`.
+        """Discard the sums, and begin the next steps; see `Buffer.zero`.
 
-        >>> server.buffers.zero(["w1"])["w1"].epoch
+        >>> server.buffers.zero(["w1"])["w1"].step
         1
         """
         key = as_key(idempotency_key)

@@ -43,7 +43,7 @@ _OPTIONS = {
     "Idempotency-Key": "--key",
     **{
         name: f"--{name}"
-        for name in ("contributor", "dtype", "epoch", "from", "into", "keep", "loss", "nonfinite", "outputs")
+        for name in ("contributor", "dtype", "step", "from", "into", "keep", "loss", "nonfinite", "outputs")
     },
     **{name: f"--{name}" for name in ("loss", "prefix", "quorum", "reduce", "set", "timeout", "train", "weight")},
     **{name: f"--{name.replace('_', '-')}" for name in ("max_norm", "min_count", "per_contributor", "quorum_weight")},

@@ -35,7 +35,7 @@ class Client:
 
     The client retries a call when the connection fails, when nothing comes for `attempt_timeout` seconds, and when the
     server is busy or away. It gives up after `timeout` seconds, or after `max_retries` retries. The time that a call
-    waits for an epoch does not count. All attempts of a change have the same idempotency key, so it counts once.
+    waits for a step does not count. All attempts of a change have the same idempotency key, so it counts once.
 
     `transport` replaces the connections to the server, as with `httpx.HTTPTransport(verify=..., proxy=...)`.
 
@@ -103,11 +103,11 @@ class Client:
 
         Lists get the dtype that the operator's method in `ops` names first, mostly float32. `outputs` names the outputs
         to compute. `into` maps outputs to buffers: the server adds `weight` times the output to the buffer, and the
-        receipt takes the output's place. With `epoch`, it adds only while the buffer is in that epoch. The epoch lists
+        receipt takes the output's place. With `step`, it adds only while the buffer is in that step. The step lists
         the `contributor`.
 
         `set` maps outputs to buffers that they replace, all or none, and only if no input from a buffer has changed
-        meanwhile. The buffers "m.p.*" are a group. As an input, `server.buffers["m.g.*@16"]` is what epoch 16 of them
+        meanwhile. The buffers "m.p.*" are a group. As an input, `server.buffers["m.g.*@16"]` is what step 16 of them
         closed with: with `reduce="mean"` the means, after a wait of up to `timeout` seconds.
 
         >>> server.run("LeakyReluGrad", {"dY": [1, 2], "Y": [3, -4]}, {"alpha": 0.5})

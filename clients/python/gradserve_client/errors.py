@@ -6,12 +6,12 @@
   x Unauthorized                401, 403: the API key is missing, unknown, or lacks the scope
   x NotFound                    404: no such buffer or operator; also a LookupError
   x Conflict                    409: the state of the buffer does not allow the change
-    - StaleEpoch                409: the buffer is in another epoch than the call names
-    - EpochOpen                 409: the epoch has not closed, or has too few gradients, within `timeout`
+    - StaleStep                409: the buffer is in another step than the call names
+    - StepOpen                 409: the step has not closed, or has too few gradients, within `timeout`
     - NothingToAverage          409: the weights sum to zero, so there is no mean
-    - DuplicateContributor      409: the epoch has as many gradients of the contributor as it takes
+    - DuplicateContributor      409: the step has as many gradients of the contributor as it takes
     - TooManyBuffers            409: the caller has as many buffers as the server allows
-    - EpochGone                 410: the server no longer keeps what the request refers to
+    - StepGone                 410: the server no longer keeps what the request refers to
     - PreconditionFailed        412: the buffer is not in the state that `if_match` names
   x TooLarge                    413: a body or tensor exceeds the server's limits
   x ServerFailed                500 and others: the server failed
@@ -71,7 +71,7 @@ class GradserveError(Exception):
         self.retry_after = retry_after
         """The seconds after which the server asks the client to retry."""
         self.context = dict(context or {})
-        """The other members of the server's answer: `tensor`, `buffer`, `epoch`, `count`, `limit` and so on."""
+        """The other members of the server's answer: `tensor`, `buffer`, `step`, `count`, `limit` and so on."""
 
 
 class InvalidInput(GradserveError, ValueError):
@@ -94,38 +94,38 @@ class Conflict(GradserveError):
     """The state of the buffer does not allow the change."""
 
 
-class StaleEpoch(Conflict):
-    """The buffer is in another epoch than the call names."""
+class StaleStep(Conflict):
+    """The buffer is in another step than the call names."""
 
 
-class EpochOpen(Conflict):
-    """The epoch has not closed yet, or has too few gradients; `context` has the `epoch` and the `count` so far."""
+class StepOpen(Conflict):
+    """The step has not closed yet, or has too few gradients; `context` has the `step` and the `count` so far."""
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The contributors that the buffer expects and that are not in the epoch."""
+        """The contributors that the buffer expects and that are not in the step."""
         return tuple(self.context.get("missing") or ())
 
 
 class NothingToAverage(Conflict):
-    """The weights of the epoch sum to zero, so there is no mean."""
+    """The weights of the step sum to zero, so there is no mean."""
 
     @property
     def receipt(self) -> Receipt | None:
-        """The receipt of the epoch, if it has closed."""
+        """The receipt of the step, if it has closed."""
         receipt = self.context.get("receipt")
         return Receipt.of(receipt) if receipt else None
 
 
 class DuplicateContributor(Conflict):
-    """The epoch has as many gradients of the contributor as it takes; see `per_contributor` of `Buffer.create`."""
+    """The step has as many gradients of the contributor as it takes; see `per_contributor` of `Buffer.create`."""
 
 
 class TooManyBuffers(Conflict):
     """The caller has as many buffers as the server allows; `context` has the `limit`. Delete some first."""
 
 
-class EpochGone(Conflict):
+class StepGone(Conflict):
     """The server no longer keeps what the request refers to."""
 
 
@@ -163,9 +163,9 @@ class ConnectionFailed(GradserveError, ConnectionError):
 
 BY_CODE: dict[str, type[GradserveError]] = {
     "idempotency_key_reused": KeyReused,
-    "stale_epoch": StaleEpoch,
-    "epoch_open": EpochOpen,
-    "too_few_gradients": EpochOpen,
+    "stale_step": StaleStep,
+    "step_open": StepOpen,
+    "too_few_gradients": StepOpen,
     "nothing_to_average": NothingToAverage,
     "duplicate_contributor": DuplicateContributor,
     "too_many_buffers": TooManyBuffers,
@@ -180,7 +180,7 @@ BY_STATUS: dict[int, type[GradserveError]] = {
     406: InvalidInput,
     408: TimedOut,
     409: Conflict,
-    410: EpochGone,
+    410: StepGone,
     412: PreconditionFailed,
     413: TooLarge,
     415: InvalidInput,

@@ -72,11 +72,11 @@ class MicroBatch:
     step: int
     """The step that the micro-batch is of, counted from 0."""
     counted: bool
-    """Whether the gradients are in the step. False: its epoch had closed before, by a deadline or another worker."""
+    """Whether the gradients are in the step. False: its step had closed before, by a deadline or another worker."""
     replayed: bool = False
     """Whether the server had counted the micro-batch before, and did not count it again."""
     closed: bool = False
-    """Whether the micro-batch closed the epoch."""
+    """Whether the micro-batch closed the step."""
     outputs: Mapping[str, Array] = field(default_factory=dict, compare=False)
     """The outputs, with the loss. Empty unless the micro-batch has counted."""
 
@@ -103,4 +103,4 @@ class Step:
     contributors: Mapping[str, int] | None = field(default=None, hash=False)
     """The number of micro-batches of each worker."""
     closed_by: str | None = None
-    """What closed its epoch: "quorum", "deadline" or "take"."""
+    """What closed its step: "quorum", "deadline" or "take"."""

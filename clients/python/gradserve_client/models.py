@@ -39,8 +39,8 @@ class Receipt:
     updated: bool
     """Whether the call changed anything: False with `do_update=False`."""
     closed: bool
-    """Whether the change closed the epoch. If so, the other fields describe the closed epoch."""
-    epoch: int
+    """Whether the change closed the step. If so, the other fields describe the closed step."""
+    step: int
     version: int
     count: int
     """The number of gradients in the sum."""
@@ -49,16 +49,16 @@ class Receipt:
     replayed: bool = False
     """Whether the server had already made the change for an earlier request with the same key."""
     closed_by: str | None = None
-    """What closed the epoch, if it is closed: "quorum", "deadline" or "take"."""
+    """What closed the step, if it is closed: "quorum", "deadline" or "take"."""
     contributors: Mapping[str, int] | None = field(default=None, hash=False)
-    """The number of gradients of each contributor, if the epoch is closed."""
+    """The number of gradients of each contributor, if the step is closed."""
     value: npt.NDArray[Any] | None = field(default=None, compare=False)
     """The sum, if the call asked for it."""
 
     @property
     def etag(self) -> str:
         """The tag of the buffer after the change, for `if_match`."""
-        return f'"{self.epoch + self.closed}-{self.version}"'
+        return f'"{self.step + self.closed}-{self.version}"'
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], **more: Any) -> Self:
@@ -68,7 +68,7 @@ class Receipt:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken(Receipt):
-    """The result of `take`: the receipt with the value of the epoch that it closed."""
+    """The result of `take`: the receipt with the value of the step that it closed."""
 
     value: npt.NDArray[Any] = field(compare=False)
 
@@ -85,46 +85,46 @@ class BufferInfo(_FromJson):
     keep: int
     ttl_seconds: float | None
     deadline_seconds: float | None = None
-    """The seconds from its first gradient after which an epoch closes."""
+    """The seconds from its first gradient after which a step closes."""
     min_count: int = 1
-    """The number of gradients without which the deadline closes no epoch."""
+    """The number of gradients without which the deadline closes no step."""
     quorum_weight: float | None = None
-    """The sum of the weights that closes an epoch."""
+    """The sum of the weights that closes a step."""
     contributors: tuple[str, ...] | None = None
-    """The contributors that each epoch expects."""
+    """The contributors that each step expects."""
     per_contributor: int = 1
-    """The number of gradients that an epoch takes of each contributor."""
+    """The number of gradients that a step takes of each contributor."""
     max_norm: float | None = None
     """The largest 2-norm of a gradient that the server adds."""
-    epoch: int
-    """The running epoch, counted from 0."""
+    step: int
+    """The running step, counted from 0."""
     version: int
     """The number of changes since the buffer was created."""
     count: int
-    """The number of gradients in the running epoch's sum."""
+    """The number of gradients in the running step's sum."""
     weight: float
     """The sum of the gradients' weights."""
     bytes: int
     """The size of the value."""
-    closed_epochs: tuple[int, ...]
-    """The closed epochs whose values the server keeps."""
+    closed_steps: tuple[int, ...]
+    """The closed steps whose values the server keeps."""
     created_at: float
     """Seconds since 1970."""
     updated_at: float
     expires_at: float | None
     deadline_at: float | None = None
-    """When the deadline of the running epoch ends. None before its first gradient."""
+    """When the deadline of the running step ends. None before its first gradient."""
     contributors_in: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """The number of gradients of each contributor in the running epoch."""
+    """The number of gradients of each contributor in the running step."""
     missing: tuple[str, ...] | None = None
-    """The expected contributors that are not in the running epoch. None if nobody knows whom it expects."""
+    """The expected contributors that are not in the running step. None if nobody knows whom it expects."""
     missing_since: Mapping[str, float] | None = field(default=None, hash=False)
-    """When the last epoch that had each missing contributor closed, in seconds since 1970; None from older servers."""
+    """When the last step that had each missing contributor closed, in seconds since 1970; None from older servers."""
 
     @property
     def etag(self) -> str:
         """The tag of this state, for `if_match`."""
-        return f'"{self.epoch}-{self.version}"'
+        return f'"{self.step}-{self.version}"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class StagedPush(_FromJson):
     buffers: tuple[str, ...]
     """The names of up to 100 of them."""
     weight: float
-    epoch: int | None
+    step: int | None
     contributor: str | None
     began_at: float
     """When the first part came, in seconds since 1970."""
@@ -158,7 +158,7 @@ class StagedPush(_FromJson):
 class Statistics:
     """The statistics of a sum. `min`, `max`, `mean` and `norm` are of its finite elements, None if it has none."""
 
-    epoch: int
+    step: int
     version: int
     """The state of the buffer that the server has computed."""
     count: int
@@ -174,8 +174,8 @@ class Statistics:
     """The 2-norm."""
     histogram: Mapping[str, Any] | None = field(default=None, hash=False)
     """`bounds` of magnitudes and `counts` of elements. This and the following are of `Buffer.statistics` alone."""
-    epochs: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
-    """The closed epochs that the buffer keeps, oldest first: epoch, count, weight, mean, norm, nonfinite, closed_by."""
+    steps: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
+    """The closed steps that the buffer keeps, oldest first: step, count, weight, mean, norm, nonfinite, closed_by."""
     heat_map: npt.NDArray[Any] | None = field(default=None, compare=False)
     """Means of cells, NaN without a finite element, if the call asked for them."""
 
@@ -241,11 +241,11 @@ class OperatorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """The state of the epoch after a push of a `GradientAccumulator`."""
+    """The state of the step after a push of a `GradientAccumulator`."""
 
-    epoch: int
+    step: int
     count: int
-    """The number of pushes in the epoch, with this push."""
+    """The number of pushes in the step, with this push."""
     weight: float
     """The sum of the pushes' weights."""
     closed: bool
@@ -258,7 +258,7 @@ class Pushed:
         """Return the outcome of a push in several requests: what holds for all of them."""
         least = min(receipts, key=lambda receipt: receipt.count)
         return cls(
-            epoch=least.epoch,
+            step=least.step,
             count=least.count,
             weight=least.weight,
             closed=all(receipt.closed for receipt in receipts),
@@ -268,26 +268,26 @@ class Pushed:
 
 @dataclass(frozen=True, kw_only=True)
 class Pulled:
-    """The epoch of a pull of a `GradientAccumulator`."""
+    """The step of a pull of a `GradientAccumulator`."""
 
-    epoch: int
+    step: int
     count: int
-    """The number of pushes in the epoch."""
+    """The number of pushes in the step."""
     weight: float
     """The sum of the pushes' weights. If it is 0, all gradients are None, except with `reduce="sum"`."""
     contributors: Mapping[str, int] | None
     """The number of pushes of each worker, if the server knows it."""
     closed_by: str | None
-    """What closed the epoch: "quorum", "deadline" or "take", if the server says so."""
+    """What closed the step: "quorum", "deadline" or "take", if the server says so."""
     loss: float | None = None
     """The mean of the losses of the pushes by their weights. None without `loss=True`, and if all weights are 0."""
 
     @classmethod
-    def of(cls, epoch: int, receipts: Sequence[Mapping[str, Any]], loss: float | None = None) -> Pulled:
+    def of(cls, step: int, receipts: Sequence[Mapping[str, Any]], loss: float | None = None) -> Pulled:
         """Return what was pulled in several requests: the receipt with the fewest pushes."""
         least = min(receipts, key=lambda receipt: receipt["count"])
         return cls(
-            epoch=epoch,
+            step=step,
             count=least["count"],
             weight=least["weight"],
             contributors=least.get("contributors"),

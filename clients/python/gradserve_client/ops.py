@@ -221,8 +221,8 @@ class Ops:
     """The operators of a server. They take arrays of any kind, and return NumPy arrays.
 
     The server reads a `Buffer` that takes the place of a tensor. With `into`, it adds `weight` times the output to a
-    buffer, exactly once, and the method returns a receipt instead of the output. With `epoch`, the server adds only
-    while the buffer is in that epoch, which lists the `contributor`. For an operator with an input
+    buffer, exactly once, and the method returns a receipt instead of the output. With `step`, the server adds only
+    while the buffer is in that step, which lists the `contributor`. For an operator with an input
     `weight`, `Client.run` takes that of the add. Lists and numbers get the dtype that the method names first. Each
     method raises `InvalidInput`, and `NotFound` for buffers.
     """

@@ -22,16 +22,16 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
     """Sums the gradients of a model's parameters in buffers on a server: over micro-batches, workers, or both.
 
     `push`, after `loss.backward()`, sends the gradients. `pull`, before `optimizer.step()`, sets the gradients to their
-    weighted mean. Without a `quorum`, a pull closes the epoch, which suits a single worker. With a `quorum` (workers
-    times micro-batches), the `quorum`th push closes the epoch, and every worker pulls the same bits.
+    weighted mean. Without a `quorum`, a pull closes the step, which suits a single worker. With a `quorum` (workers
+    times micro-batches), the `quorum`th push closes the step, and every worker pulls the same bits.
 
-    Workers that give the same `run` sum together. Each may join at any time, and again after a restart: from epoch 1 on
+    Workers that give the same `run` sum together. Each may join at any time, and again after a restart: from step 1 on
     with `load_state_dict` or `broadcast_parameters(send=False)`, so that it has the run's weights. `__init__` explains
     the arguments, and `from_env` takes some from the variables that torchrun sets.
 
     Threads must not share it. Raises `InvalidInput` for a model that cannot be accumulated. Raises `Conflict` for
     buffers with other rules or of another run, and for a model unlike that of the run's first worker: in its names,
-    shapes and dtypes, and in epoch 0 in its numbers, also in frozen parameters and persistent buffers.
+    shapes and dtypes, and in step 0 in its numbers, also in frozen parameters and persistent buffers.
 
     >>> import torch
     >>> from gradserve_client.torch import GradientAccumulator
@@ -82,7 +82,7 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
         may succeed later, the call after that sends it again. Without a next call, Python exits with status 120.
 
         After another error the gradients are unchanged, and the push can be repeated. Raises `Conflict` if the worker
-        came to the run after epoch 0 and has not got the run's weights. Raises `StaleEpoch` if the epoch has closed
+        came to the run after step 0 and has not got the run's weights. Raises `StaleStep` if the step has closed
         without this worker, and `DuplicateContributor` after `per_contributor` pushes: the worker can `pull` then.
         Raises `KeyReused`, and sets the gradients to None, if a worker of this name has made this push with another
         gradient or weight. That push counts, and the next call makes the next push.
@@ -104,21 +104,21 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
         return pushed
 
     def pull(self) -> Pulled:
-        """Set the gradients to the weighted mean of the epoch, and begin the next epoch.
+        """Set the gradients to the weighted mean of the step, and begin the next step.
 
-        With a quorum or a deadline, this waits up to `timeout` seconds until the epoch closes. Without, it closes the
-        epoch. The result says who was in it, what closed it, and the mean `loss` with `loss=True`. Each gradient gets
+        With a quorum or a deadline, this waits up to `timeout` seconds until the step closes. Without, it closes the
+        step. The result says who was in it, what closed it, and the mean `loss` with `loss=True`. Each gradient gets
         the dtype, the device and the strides that its parameter wants. Sparse gradients keep their sparse dimensions,
         without what is zero. Infinity and NaN reach every worker unchanged.
 
         If all weights are 0, nobody had a gradient: all gradients are None, and the result's `weight` is 0. If other
         weights sum to 0, there is no mean: this raises `NothingToAverage`, in every worker. Then the gradients are
-        None, and the next epoch begins. `reduce="sum"` sets the sums.
+        None, and the next step begins. `reduce="sum"` sets the sums.
 
-        After an error no gradient has changed, and the pull can be repeated. Raises `EpochOpen` if pushes are missing;
-        its `missing` says whose, of the expected `contributors`. Raises `EpochGone` if this worker is more than `keep`
-        epochs behind. Raises `Conflict`, in every worker, if pushes had different scales: then the gradients are None,
-        and the next epoch begins.
+        After an error no gradient has changed, and the pull can be repeated. Raises `StepOpen` if pushes are missing;
+        its `missing` says whose, of the expected `contributors`. Raises `StepGone` if this worker is more than `keep`
+        steps behind. Raises `Conflict`, in every worker, if pushes had different scales: then the gradients are None,
+        and the next step begins.
         """
         self._pushes.wait()
         self._model.check()
@@ -128,13 +128,13 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
     def broadcast_parameters(self, *, send: bool) -> None:
         """Send this worker's parameters and buffers to all others, or set them to those of the worker that sends.
 
-        All workers make the same calls in an epoch: the second call waits for the second broadcast. The others take the
-        newest of their epoch or later, all tensors or none, and continue in that epoch. They wait up to `timeout`
+        All workers make the same calls in a step: the second call waits for the second broadcast. The others take the
+        newest of their step or later, all tensors or none, and continue in that step. They wait up to `timeout`
         seconds. So a worker that joins late calls this once, and then another worker, between its steps. The states of
         optimizers are not sent.
 
-        Raises `EpochOpen` if nobody sends, and `InvalidInput` for a tensor that cannot be set. Raises `Conflict` if
-        this worker's parameters are not the run's: it came after epoch 0, or with start="any" to an epoch that has
+        Raises `StepOpen` if nobody sends, and `InvalidInput` for a tensor that cannot be set. Raises `Conflict` if
+        this worker's parameters are not the run's: it came after step 0, or with start="any" to a step that has
         begun with others.
         """
         self._broadcast_state(self._new_state(), send=send)

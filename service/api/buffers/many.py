@@ -50,11 +50,11 @@ from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import MEDIA_TYPES, check_no_query
 from service.api.http.routing import SAFETENSORS_BODY, access, body
 from service.buffers.changes import Create, Delete, Zero
-from service.buffers.epochs import names_bytes
 from service.buffers.perform import Outcome
 from service.buffers.record import name_buffer
 from service.buffers.rules import SetRules
-from service.errors import EpochOpen, GradserveError, Invalid, InvalidParameter, MissingTensor
+from service.buffers.steps import names_bytes
+from service.errors import GradserveError, Invalid, InvalidParameter, MissingTensor, StepOpen
 
 METADATA_BYTES = 1 << 12
 """Bytes of memory for a new buffer, its record and its metadata, as objects and as text."""
@@ -141,7 +141,7 @@ async def zero_many(call: CurrentCall, query: Annotated[PrefixQuery, Query()]) -
 
 @router.post(
     "/take",
-    summary="Close the epochs of many buffers and return their values",
+    summary="Close the steps of many buffers and return their values",
     dependencies=[*openapi.MANY, body(Names, required=False)],
 )
 @access(WRITE, READ, label="take")
@@ -178,16 +178,16 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
 
     def look(name: str) -> None:
         record = call.store.record(name)
-        if query.epoch is not None:
-            record.closed_epoch(query.epoch)
+        if query.step is not None:
+            record.closed_step(query.step)
 
     async def read(names: list[str]) -> Answer:
         check_not_empty(names, query.prefix)
         async with reserved(call, names, form):
-            if query.epoch is not None:
+            if query.step is not None:
                 try:
                     await call.look_up(len(names), lambda: [*map(look, names)])
-                except EpochOpen:
+                except StepOpen:
                     if not await closed_due(call, names):
                         raise
             return await call.offload(
@@ -200,7 +200,7 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
 @router.delete("", summary="Delete all buffers with a prefix", dependencies=openapi.MANY)
 @access(WRITE, label="buffers")
 async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:
-    """All or none go, with their closed epochs; without a buffer this succeeds. Raises `invalid_parameter`."""
+    """All or none go, with their closed steps; without a buffer this succeeds. Raises `invalid_parameter`."""
     prefix = _wide_prefix(query)
     refuse_headers(call, "If-Match")
     received = await receive_no_body(call)

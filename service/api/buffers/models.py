@@ -9,14 +9,14 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from service.api.buffers.specs import FloatName, NewRules
 from service.api.http.tensor_forms import absent, input_type, output_type
-from service.buffers.epochs import MAX_CONTRIBUTOR_CHARACTERS
 from service.buffers.pushes import MAX_PARTS
 from service.buffers.specs import RULES
+from service.buffers.steps import MAX_CONTRIBUTOR_CHARACTERS
 from service.codecs import json as json_codec
 from service.dtypes import FLOATS, INTEGERS
 
 MAX_WAIT_SECONDS = 600.0
-"""The longest wait for an epoch: ten minutes. A proxy must wait longer; deploy/nginx.conf does."""
+"""The longest wait for a step: ten minutes. A proxy must wait longer; deploy/nginx.conf does."""
 
 MAX_LISTED_BUFFERS = 1000
 """Buffers on a page of a list: their metadata is about 300 KB of JSON."""
@@ -31,7 +31,7 @@ MAX_NAMES_BYTES = 256 * MAX_NAMED_BUFFERS
 """Bytes of a body that names buffers: a name has at most 200 characters, and JSON puts a few more around it."""
 
 Timeout = Annotated[
-    float, Field(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for the epoch, or for enough gradients.")
+    float, Field(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for the step, or for enough gradients.")
 ]
 Encoding = Annotated[
     json_codec.Encoding | None,
@@ -46,7 +46,7 @@ Contributor = Annotated[
     Field(
         min_length=1,
         max_length=MAX_CONTRIBUTOR_CHARACTERS,
-        description="Who adds: listed in the epoch, which takes per_contributor gradients of each contributor.",
+        description="Who adds: listed in the step, which takes per_contributor gradients of each contributor.",
     ),
 ]
 
@@ -68,24 +68,24 @@ class Metadata(_Rules):
     name: str
     shape: list[int]
     dtype: str
-    epoch: int = Field(description="The current epoch, counted from 0.")
+    step: int = Field(description="The current step, counted from 0.")
     version: int = Field(description="The number of changes so far.")
-    count: int = Field(description="The number of gradients in this epoch's sum.")
+    count: int = Field(description="The number of gradients in this step's sum.")
     weight: float = Field(description="The sum of those gradients' weights.")
     bytes: int = Field(description="Bytes of the value.")
-    closed_epochs: list[int] = Field(description="Closed epochs whose values can be read.")
+    closed_steps: list[int] = Field(description="Closed steps whose values can be read.")
     created_at: float = Field(description="Seconds since 1970.")
     updated_at: float
     expires_at: float | None
-    closed_at: float | None = Field(description="When the last epoch closed; null before, and after an import.")
-    deadline_at: float | None = Field(description="When the deadline of this epoch ends; null before its first add.")
-    contributors_in: dict[str, int] = Field(description="Gradients of each contributor in this epoch.")
+    closed_at: float | None = Field(description="When the last step closed; null before, and after an import.")
+    deadline_at: float | None = Field(description="When the deadline of this step ends; null before its first add.")
+    contributors_in: dict[str, int] = Field(description="Gradients of each contributor in this step.")
     missing: list[str] | None = Field(
         description="Contributors that are not in: those that the buffer expects or, without, those of the last closed"
-        " epoch, as long as all that are in were in it. Else null."
+        " step, as long as all that are in were in it. Else null."
     )
     missing_since: dict[str, float] | None = Field(
-        description="When the last epoch that had each of them closed; without one, when the buffer was created."
+        description="When the last step that had each of them closed; without one, when the buffer was created."
     )
 
 
@@ -116,7 +116,7 @@ class AccumulateQuery(_Query):
     do_update: bool = Field(True, description="False: change nothing.")
     overwrite: bool = Field(False, description="True: the gradient replaces the sum.")
     weight: float = Field(1.0, allow_inf_nan=False, description="Number to multiply the gradient by.")
-    epoch: int | None = Field(None, ge=0, description="The epoch that the buffer must be in.")
+    step: int | None = Field(None, ge=0, description="The step that the buffer must be in.")
     contributor: Contributor = None
     answered: Literal["value"] | None = Field(None, alias="return", description="`value`: answer the sum, too.")
     encoding: Encoding = None
@@ -149,7 +149,7 @@ class StagedParts(BaseModel):
 class MetadataQuery(_Query):
     """What is read of a buffer without its value."""
 
-    epoch: int | None = Field(None, ge=0, description="A closed epoch, whose receipt is the answer.")
+    step: int | None = Field(None, ge=0, description="A closed step, whose receipt is the answer.")
     timeout: Timeout = 0.0
 
 
@@ -158,7 +158,7 @@ class ValueQuery(_Query):
 
     reduce: Reduce = "sum"
     dtype: AnswerDtype = None
-    epoch: int | None = Field(None, ge=0, description="A closed epoch; by default the current value.")
+    step: int | None = Field(None, ge=0, description="A closed step; by default the current value.")
     timeout: Timeout = 0.0
     encoding: Encoding = None
 
@@ -166,13 +166,11 @@ class ValueQuery(_Query):
 class TakeQuery(_Query):
     """When and how a value is taken."""
 
-    min_count: int = Field(0, ge=0, description="Gradients that the epoch must have.")
+    min_count: int = Field(0, ge=0, description="Gradients that the step must have.")
     answered: Literal["value", "receipt"] = Field(
-        "value",
-        alias="return",
-        description="`receipt`: close the epoch and answer no value, which `value` reads later.",
+        "value", alias="return", description="`receipt`: close the step and answer no value, which `value` reads later."
     )
-    epoch: int | None = Field(None, ge=0, description="The epoch that the buffer must be in.")
+    step: int | None = Field(None, ge=0, description="The step that the buffer must be in.")
     timeout: Timeout = 0.0
     reduce: Reduce = "sum"
     dtype: AnswerDtype = None
@@ -261,7 +259,7 @@ EXAMPLE_RECEIPT: dict[str, Any] = {
     "name": "layer.weight",
     "updated": True,
     "closed": False,
-    "epoch": 0,
+    "step": 0,
     "version": 1,
     "count": 1,
     "weight": 1.0,
@@ -276,17 +274,17 @@ class Receipt(BaseModel):
 
     name: str
     updated: bool = Field(description="Whether the buffer was changed.")
-    closed: bool = Field(description="Whether this closed the epoch; if so, the receipt has its final state.")
-    epoch: int
+    closed: bool = Field(description="Whether this closed the step; if so, the receipt has its final state.")
+    step: int
     version: int
     count: int
     weight: float
     created: bool = Field(default_factory=absent, description="True if `set` of an operator has created the buffer.")
     closed_by: Literal["quorum", "deadline", "take"] = Field(
-        default_factory=absent, description="What has closed the epoch, if it is closed."
+        default_factory=absent, description="What has closed the step, if it is closed."
     )
     contributors: dict[str, int] = Field(
-        default_factory=absent, description="Gradients of each contributor, if the epoch is closed."
+        default_factory=absent, description="Gradients of each contributor, if the step is closed."
     )
     value: output_type(FLOATS) = Field(default_factory=absent)  # type: ignore[valid-type]
 

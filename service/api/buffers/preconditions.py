@@ -82,7 +82,7 @@ def known_tag(call: Call, tag: str, coding: str | None = None) -> str | None:
 
 
 def _tags(call: Call, name: str) -> frozenset[str] | None:
-    """Return the tags in a header: `"epoch-version"`, in quotation marks, or `*`. Raises `InvalidParameter`."""
+    """Return the tags in a header: `"step-version"`, in quotation marks, or `*`. Raises `InvalidParameter`."""
     lines = call.lines(name.lower().encode())
     if not lines:
         return None

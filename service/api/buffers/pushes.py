@@ -69,7 +69,7 @@ class StagedPush(TypedDict):
     count: Annotated[int, Field(description="The number of buffers with a staged gradient.")]
     buffers: Annotated[list[str], Field(description="The names of up to 100 of them.")]
     weight: float
-    epoch: int | None
+    step: int | None
     contributor: str | None
     began_at: Annotated[float, Field(description="When the first part came, in seconds since 1970.")]
     expires_at: Annotated[float, Field(description="When the push is forgotten unless it is complete.")]
@@ -125,7 +125,7 @@ async def accumulate_part(call: Call, received: Received, query: AccumulateManyQ
     """Stage a part, or complete its push. An error of the part drops the push."""
     place = _place(query)
     mark = await call.offload(len(received.body) <= INLINE_BYTES, fingerprint_of, call, received.body)
-    common = (query.weight, query.epoch, query.contributor)
+    common = (query.weight, query.step, query.contributor)
     namespace, seconds = call.caller.namespace, call.settings.push_seconds
     part = Part(*place, namespace, mark, seconds, *common, most=call.engine.limits.max_tensors)
     changes: list[Change] = []

@@ -29,7 +29,7 @@ VARY = "Accept, Accept-Encoding"
 
 def etag_after(receipt: Mapping[str, Any], media_type: str) -> str:
     """Return the tag of the buffer after the change with this receipt, in an answer of this media type."""
-    return formed(f'"{receipt["epoch"] + receipt["closed"]}-{receipt["version"]}"', media_type)
+    return formed(f'"{receipt["step"] + receipt["closed"]}-{receipt["version"]}"', media_type)
 
 
 def replayed(outcome: Outcome) -> dict[str, str]:
@@ -71,7 +71,7 @@ def read_values(
     store: Store, names: Sequence[str], query: ValueQuery, media_type: str, coding: str | None, single: bool
 ) -> Answer:
     """Answer with the values of buffers at one moment, and their receipts; of a `single` buffer also its tag."""
-    snapshots = store.read(names, query.epoch)
+    snapshots = store.read(names, query.step)
     receipts: dict[str, Receipt] = {snapshot.record.name: snapshot.receipt() for snapshot in snapshots}
     values = {snapshot.record.name: snapshot.value for snapshot in snapshots}
     fields = {"ETag": formed(snapshots[0].etag, media_type), "Vary": VARY} if single else {}

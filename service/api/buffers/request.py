@@ -41,7 +41,7 @@ RECEIPT_BYTES = 1 << 10
 """Bytes of memory for a change and its receipt, as objects and as text."""
 
 MOST_CLOSED = 1000
-"""Epochs that one transaction closes before a read: others wait for it."""
+"""Steps that one transaction closes before a read: others wait for it."""
 
 RECORD_FACTOR = 16
 """A record takes as many times its bytes in the store as memory: as objects, with its receipt, and as text."""
@@ -214,7 +214,7 @@ def _value_bytes(store: Store, names: Sequence[str], form: AnswerForm) -> int:
 
 
 async def read_after_closing_due(call: Call, name: str) -> Record:
-    """Return the buffer. An epoch whose deadline is over is closed before."""
+    """Return the buffer. A step whose deadline is over is closed before."""
     record = await call.look_up(1, call.store.record, name)
     if record.due is not None and await closed_due(call, [name]):
         record = await call.look_up(1, call.store.record, name)
@@ -222,7 +222,7 @@ async def read_after_closing_due(call: Call, name: str) -> Record:
 
 
 async def closed_due(call: Call, names: Sequence[str]) -> bool:
-    """Close the epochs whose deadlines are over. Return whether there were any."""
+    """Close the steps whose deadlines are over. Return whether there were any."""
 
     def due() -> list[str]:
         found = call.store.look([BufferName(call.store.namespace, name) for name in names]).values()

@@ -33,11 +33,11 @@ from service.api.http.offload import INLINE_BYTES, INLINE_TEXT_BYTES
 from service.api.http.routing import SAFETENSORS_BODY, access, body
 from service.api.http.waiting import ANY
 from service.buffers.changes import Add, Create, Delete, Take, Zero
-from service.buffers.epochs import check_contributor
 from service.buffers.gradients import Rows
 from service.buffers.names import MAX_NAME_CHARACTERS, check_length, check_name
 from service.buffers.record import Record, Spec
 from service.buffers.rules import SetRules, check_names, new_spec
+from service.buffers.steps import check_contributor
 from service.buffers.store import Store
 from service.dtypes import Array
 from service.errors import GradserveError
@@ -66,7 +66,7 @@ async def create_buffer(call: CurrentCall, name: str) -> Answer:
     outcome = await submit(call, received, [change])
     receipt = dict(outcome.receipts[name])
     status = 201 if receipt.pop("created") else 200
-    tag = f'"{receipt["epoch"]}-{receipt["version"]}"'
+    tag = f'"{receipt["step"]}-{receipt["version"]}"'
     return JsonAnswer(receipt, status, {"ETag": tag, "Location": f"./{name}", **replayed(outcome)})
 
 
@@ -99,23 +99,23 @@ def _listed(store: Store, query: ListQuery) -> Answer:
 
 @router.get(
     "/{name}",
-    summary="Read a buffer's metadata, or a closed epoch's receipt",
+    summary="Read a buffer's metadata, or a closed step's receipt",
     response_model=Metadata | Receipt,
     dependencies=openapi.READING,
     responses=openapi.METADATA,
 )
 @access(READ, label="buffers")
 async def get_buffer(call: CurrentCall, name: str, query: Annotated[MetadataQuery, Query()]) -> Answer:
-    """With `epoch`, the receipt of this closed epoch; with `timeout`, once it is closed. Raises `unknown_buffer`,
-    `epoch_open` and `epoch_gone`.
+    """With `step`, the receipt of this closed step; with `timeout`, once it is closed. Raises `unknown_buffer`,
+    `step_open` and `step_gone`.
     """
     refuse_headers(call, "If-Match")
-    epoch = query.epoch
-    await call.wait_for(query.timeout, partial(_when_closed, call, check_name(name), epoch))
-    (record,) = await call.look_up(1, call.store.durable, [name], epoch)
+    step = query.step
+    await call.wait_for(query.timeout, partial(_when_closed, call, check_name(name), step))
+    (record,) = await call.look_up(1, call.store.durable, [name], step)
     closed, body = None, record.as_json
-    if epoch is not None:
-        closed = record.closed_epoch(epoch)
+    if step is not None:
+        closed = record.closed_step(step)
         body = partial(record.receipt, updated=False, of=closed)
     fields = {"ETag": record.tag_of(closed or record)}
     if known_tag(call, fields["ETag"]):
@@ -123,11 +123,11 @@ async def get_buffer(call: CurrentCall, name: str, query: Annotated[MetadataQuer
     return JsonAnswer(body(), fields=fields)
 
 
-async def _when_closed(call: Call, name: str, epoch: int | None) -> Record:
-    """Return the buffer. Raises `EpochOpen` and `EpochGone` for a closed epoch that cannot be read."""
+async def _when_closed(call: Call, name: str, step: int | None) -> Record:
+    """Return the buffer. Raises `StepOpen` and `StepGone` for a closed step that cannot be read."""
     record = await read_after_closing_due(call, name)
-    if epoch is not None:
-        record.closed_epoch(epoch)
+    if step is not None:
+        record.closed_step(step)
     return record
 
 
@@ -146,7 +146,7 @@ async def set_rules(call: CurrentCall, name: str) -> Answer:
     rules = rules_of(parse_model(received, NewRules, MAX_RULES_BYTES))
     outcome = await submit(call, received, [SetRules(name=check_name(name), match=match_of(call), rules=rules)])
     receipt = outcome.receipts[name]
-    return JsonAnswer(receipt, fields={"ETag": f'"{receipt["epoch"]}-{receipt["version"]}"', **replayed(outcome)})
+    return JsonAnswer(receipt, fields={"ETag": f'"{receipt["step"]}-{receipt["version"]}"', **replayed(outcome)})
 
 
 @router.delete(
@@ -154,7 +154,7 @@ async def set_rules(call: CurrentCall, name: str) -> Answer:
 )
 @access(WRITE, label="buffers")
 async def delete_buffer(call: CurrentCall, name: str) -> Answer:
-    """The value and all closed epochs go, too. Raises `unknown_buffer`."""
+    """The value and all closed steps go, too. Raises `unknown_buffer`."""
     check_no_query(call)
     received = await receive_no_body(call)
     outcome = await submit(call, received, [Delete(name=check_name(name), match=match_of(call))])
@@ -163,22 +163,22 @@ async def delete_buffer(call: CurrentCall, name: str) -> Answer:
 
 @router.get(
     "/{name}/value",
-    summary="Read a buffer's value, or a closed epoch's",
+    summary="Read a buffer's value, or a closed step's",
     dependencies=openapi.READING,
     responses=openapi.READ_ONE,
 )
 @access(READ, label="value")
 async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query()]) -> Answer:
-    """The running sum or, with `epoch`, the value of a closed epoch. Raises `unknown_buffer`, `epoch_open`,
-    `epoch_gone` and `nothing_to_average`.
+    """The running sum or, with `step`, the value of a closed step. Raises `unknown_buffer`, `step_open`,
+    `step_gone` and `nothing_to_average`.
     """
     refuse_headers(call, "If-Match")
     _, answers = media_types(call)
     check_name(name)
-    record = await call.wait_for(query.timeout, partial(_when_closed, call, name, query.epoch))
+    record = await call.wait_for(query.timeout, partial(_when_closed, call, name, query.step))
     if b"if-none-match" in call.headers:
-        (record,) = await call.look_up(1, call.store.durable, [name], query.epoch)
-    tag = record.tag_of(record if query.epoch is None else record.closed_epoch(query.epoch))
+        (record,) = await call.look_up(1, call.store.durable, [name], query.step)
+    tag = record.tag_of(record if query.step is None else record.closed_step(query.step))
     form, size = form_of(call, answers, query), record.spec.nbytes
     known = known_tag(call, formed(tag, answers), form.coding)
     if known is not None:
@@ -199,7 +199,7 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
 async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQuery, Query()]) -> Answer:
     """The gradient is a tensor that broadcasts into the buffer's shape, or rows that are added to those of `indices`.
     With an `Idempotency-Key`, a request counts once, however often it is sent. Raises `unknown_buffer`,
-    `shape_mismatch`, `dtype_mismatch`, `index_out_of_range`, `stale_epoch`, `duplicate_contributor`,
+    `shape_mismatch`, `dtype_mismatch`, `index_out_of_range`, `stale_step`, `duplicate_contributor`,
     `nonfinite_gradient` and `norm_too_large`.
     """
     check_name(name)
@@ -215,13 +215,13 @@ async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQu
 
 @router.post(
     "/{name}/zero",
-    summary="Discard the sum and begin the next epoch",
+    summary="Discard the sum and begin the next step",
     dependencies=openapi.ONE,
     responses=openapi.CHANGED_ONE,
 )
 @access(WRITE, label="zero")
 async def zero(call: CurrentCall, name: str) -> Answer:
-    """The epoch ends without a value that can be read. Raises `unknown_buffer`."""
+    """The step ends without a value that can be read. Raises `unknown_buffer`."""
     check_no_query(call)
     received = await receive_no_body(call)
     outcome = await submit(call, received, [Zero(name=check_name(name), match=match_of(call))])
@@ -230,14 +230,14 @@ async def zero(call: CurrentCall, name: str) -> Answer:
 
 @router.post(
     "/{name}/take",
-    summary="Close the epoch and return its value",
+    summary="Close the step and return its value",
     dependencies=openapi.ONE,
     responses=openapi.CHANGED_ONE,
 )
 @access(WRITE, READ, label="take")
 async def take(call: CurrentCall, name: str, query: Annotated[TakeQuery, Query()]) -> Answer:
-    """The next epoch begins at zero. With `timeout`, the request waits until `min_count` gradients are in. Raises
-    `unknown_buffer`, `too_few_gradients`, `stale_epoch` and `nothing_to_average`.
+    """The next step begins at zero. With `timeout`, the request waits until `min_count` gradients are in. Raises
+    `unknown_buffer`, `too_few_gradients`, `stale_step` and `nothing_to_average`.
     """
     received = await receive_no_body(call)
     change = new_take(query, check_name(name), match_of(call))
@@ -270,7 +270,7 @@ def new_take(query: TakeQuery, name: str, match: frozenset[str] | None = None) -
         name=name,
         match=match,
         min_count=query.min_count,
-        epoch=query.epoch,
+        step=query.step,
         mean=query.reduce == "mean",
         want_value=query.answered == "value",
     )
@@ -288,7 +288,7 @@ def new_add(
         weight=query.weight,
         do_update=query.do_update,
         overwrite=query.overwrite,
-        epoch=query.epoch,
+        step=query.step,
         want_value=query.answered is not None,
         contributor=None if query.contributor is None else check_contributor(query.contributor),
     )

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from service.api.buffers.models import PrefixQuery
-from service.buffers.epochs import ClosedBy
+from service.buffers.steps import ClosedBy
 
 MAX_CELLS = 256
 """Rows and columns of a heat map: its JSON has up to 1.3 MB."""
@@ -17,7 +17,7 @@ HISTOGRAM = "Elements by magnitude: counts[i] of them are from bounds[i - 1] up 
 
 
 _Closed: TypeAlias = Annotated[
-    bool, Field(description="The last closed epoch; the running sum if the buffer keeps none.")
+    bool, Field(description="The last closed step; the running sum if the buffer keeps none.")
 ]
 
 
@@ -32,7 +32,7 @@ class StatisticsQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    epoch: int | None = Field(None, ge=0, description="A closed epoch; by default the running sum.")
+    step: int | None = Field(None, ge=0, description="A closed step; by default the running sum.")
     closed: _Closed = False
     heat_map: int | None = Field(None, ge=1, le=MAX_CELLS, description="Rows and columns of a heat map, at most.")
 
@@ -40,7 +40,7 @@ class StatisticsQuery(BaseModel):
 class Statistics(TypedDict):
     """The statistics of a sum. Extremes, mean and norm are of its finite elements, and null if it has none."""
 
-    epoch: int
+    step: int
     version: Annotated[int, Field(description="The state of the buffer that was computed.")]
     count: Annotated[int, Field(description="The number of gradients in the sum.")]
     weight: float
@@ -72,10 +72,10 @@ class Histogram(TypedDict):
     counts: Annotated[list[int], Field(description=HISTOGRAM)]
 
 
-class EpochStatistics(TypedDict):
-    """A closed epoch."""
+class StepStatistics(TypedDict):
+    """A closed step."""
 
-    epoch: int
+    step: int
     count: int
     weight: float
     mean: Annotated[float | None, Field(description="The mean of the sum's finite elements.")]
@@ -96,11 +96,10 @@ class FullStatistics(Statistics):
     """The statistics of one buffer."""
 
     histogram: Histogram
-    epochs: Annotated[
-        list[EpochStatistics],
+    steps: Annotated[
+        list[StepStatistics],
         Field(
-            description="The closed epochs that the buffer keeps, oldest first."
-            " Of large buffers, those computed so far."
+            description="The closed steps that the buffer keeps, oldest first. Of large buffers, those computed so far."
         ),
     ]
     heat_map: NotRequired[HeatMap]

@@ -1,4 +1,4 @@
-"""`/v1/buffers/statistics` and `/v1/buffers/{name}/statistics`: counts, extremes, norms and epochs."""
+"""`/v1/buffers/statistics` and `/v1/buffers/{name}/statistics`: counts, extremes, norms and steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from service.api.buffers.preconditions import refuse_headers
 from service.api.buffers.request import RECEIPT_BYTES, RECORD_FACTOR, read_after_closing_due, receive
 from service.api.buffers.routes import READ
 from service.api.dashboard.buffer_models import (
-    EpochStatistics,
     FullStatistics,
     HeatMap,
     ManyStatistics,
     ManyStatisticsQuery,
     StatisticsQuery,
+    StepStatistics,
 )
 from service.api.dashboard.statistics import (
-    EPOCHS_ELEMENTS,
-    MAX_EPOCHS,
+    MAX_STEPS,
+    STEPS_ELEMENTS,
     BufferStatistics,
     Computed,
     described,
@@ -33,13 +33,13 @@ from service.api.dashboard.summary import heat_map
 from service.api.http.answer import JsonAnswer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.routing import access, body
-from service.buffers.epochs import Closed
 from service.buffers.names import check_name
 from service.buffers.record import Record, Snapshot
-from service.errors import BufferCorrupt, Busy, EpochGone, InvalidParameter, TensorTooLarge, UnknownBuffer
+from service.buffers.steps import Closed
+from service.errors import BufferCorrupt, Busy, InvalidParameter, StepGone, TensorTooLarge, UnknownBuffer
 
 MAX_READINGS = 10
-"""Readings of the last closed epoch before a request fails because newer epochs have closed meanwhile."""
+"""Readings of the last closed step before a request fails because newer steps have closed meanwhile."""
 
 
 def routes(known: BufferStatistics) -> APIRouter:
@@ -52,24 +52,24 @@ def routes(known: BufferStatistics) -> APIRouter:
         call: CurrentCall, query: Annotated[ManyStatisticsQuery, Query()]
     ) -> JsonAnswer[ManyStatistics]:
         """A request computes for a bounded number of bytes, first for the buffers that have waited longest. With
-        `closed`, of each buffer its last closed epoch, or its running sum if it keeps none."""
+        `closed`, of each buffer its last closed step, or its running sum if it keeps none."""
         refuse_headers(call, "If-Match")
         received = await receive(call, changes=False)
         names = await names_of(call, received, query.prefix)
         async with known.flight(call.caller.namespace):
             return await call.offload(False, _answer_many, call, known, names, query)
 
-    @router.get("/{name}/statistics", summary="Statistics of a buffer, with histogram and epochs")
+    @router.get("/{name}/statistics", summary="Statistics of a buffer, with histogram and steps")
     @access(READ, label="buffers")
     async def statistics(
         call: CurrentCall, name: str, query: Annotated[StatisticsQuery, Query()]
     ) -> JsonAnswer[FullStatistics]:
-        """Counts, extremes and norms of the running sum or, with `epoch`, of a closed epoch. Raises `unknown_buffer`,
-        `epoch_open` and `epoch_gone`.
+        """Counts, extremes and norms of the running sum or, with `step`, of a closed step. Raises `unknown_buffer`,
+        `step_open` and `step_gone`.
         """
         refuse_headers(call, "If-Match", "If-None-Match")
-        if query.closed and query.epoch is not None:
-            raise InvalidParameter("closed names the last closed epoch, so it excludes epoch", parameter="closed")
+        if query.closed and query.step is not None:
+            raise InvalidParameter("closed names the last closed step, so it excludes step", parameter="closed")
         await read_after_closing_due(call, check_name(name))
         async with known.flight((call.caller.namespace, name)):
             return await call.offload(False, _answer_last if query.closed else _answer_one, call, known, name, query)
@@ -96,9 +96,9 @@ def _answer_many(
         known.budget.spend(record.spec.size)
         try:
             state = states[record.id]
-            with _read(call, record, None if state is record else state.epoch) as snapshot:
+            with _read(call, record, None if state is record else state.step) as snapshot:
                 found[record.id] = known.computed(snapshot)
-        except (UnknownBuffer, EpochGone, BufferCorrupt, Busy, TensorTooLarge):
+        except (UnknownBuffer, StepGone, BufferCorrupt, Busy, TensorTooLarge):
             continue  # the endpoint of this buffer alone answers the error
     shown = {record.name: found[record.id] for record in records}
     return JsonAnswer({"statistics": {name: None if one is None else one.text for name, one in shown.items()}})
@@ -117,11 +117,11 @@ def _oldest_first(
 
 
 @contextmanager
-def _read(call: Call, record: Record, epoch: int | None) -> Iterator[Snapshot]:
+def _read(call: Call, record: Record, step: int | None) -> Iterator[Snapshot]:
     """Read the buffer, and reserve its memory meanwhile. Raises what `Call.reserve` and `Store.read` raise."""
     call.reserve(record.spec.nbytes)
     try:
-        yield call.store.read([record.name], epoch)[0]
+        yield call.store.read([record.name], step)[0]
     finally:
         call.give_back(record.spec.nbytes)
 
@@ -130,25 +130,25 @@ def _read(call: Call, record: Record, epoch: int | None) -> Iterator[Snapshot]:
 
 
 def _answer_last(call: Call, known: BufferStatistics, name: str, query: StatisticsQuery) -> JsonAnswer[FullStatistics]:
-    """Answer for the last closed epoch, or for the running sum if the buffer keeps none. Raises `EpochGone`."""
+    """Answer for the last closed step, or for the running sum if the buffer keeps none. Raises `StepGone`."""
     tries = 0
     while True:
         closed = call.store.record(name).closed
-        chosen = query.model_copy(update={"epoch": closed[-1].epoch if closed else None})
+        chosen = query.model_copy(update={"step": closed[-1].step if closed else None})
         try:
             return _answer_one(call, known, name, chosen)
-        except EpochGone:
+        except StepGone:
             tries += 1
             if tries == MAX_READINGS:
                 raise
 
 
 def _answer_one(call: Call, known: BufferStatistics, name: str, query: StatisticsQuery) -> JsonAnswer[FullStatistics]:
-    (record,) = call.store.durable([name], query.epoch)
-    state = record if query.epoch is None else record.closed_epoch(query.epoch)
+    (record,) = call.store.durable([name], query.step)
+    state = record if query.step is None else record.closed_step(query.step)
     computed, picture = known.of(record, state), None
     if computed is None or query.heat_map is not None:
-        with _read(call, record, query.epoch) as snapshot:
+        with _read(call, record, query.step) as snapshot:
             record, computed = snapshot.record, known.computed(snapshot)
             if query.heat_map is not None:
                 picture = _picture(snapshot, query.heat_map)
@@ -156,7 +156,7 @@ def _answer_one(call: Call, known: BufferStatistics, name: str, query: Statistic
     answer: FullStatistics = {
         **computed.as_json(),  # type: ignore[typeddict-item]  # it has no heat map, though it might
         "histogram": {"bounds": [*summary.bounds], "counts": [*summary.counts]},
-        "epochs": _epochs(call, known, record),
+        "steps": _steps(call, known, record),
     }
     if picture is not None:
         answer["heat_map"] = picture
@@ -170,19 +170,19 @@ def _picture(snapshot: Snapshot, cells: int) -> HeatMap:
     return {"rows": rows, "columns": columns, "values": means.tolist()}
 
 
-def _epochs(call: Call, known: BufferStatistics, record: Record) -> list[EpochStatistics]:
-    """Return the closed epochs that the buffer keeps, oldest first. Those not known are computed, newest first."""
-    epochs, spent = [], 0
-    for closed in record.closed[: -MAX_EPOCHS - 1 : -1]:
+def _steps(call: Call, known: BufferStatistics, record: Record) -> list[StepStatistics]:
+    """Return the closed steps that the buffer keeps, oldest first. Those not known are computed, newest first."""
+    steps, spent = [], 0
+    for closed in record.closed[: -MAX_STEPS - 1 : -1]:
         computed = known.of(record, closed)
         if computed is None:
-            if spent and spent + record.spec.size > EPOCHS_ELEMENTS:
+            if spent and spent + record.spec.size > STEPS_ELEMENTS:
                 break
             spent += record.spec.size
             try:
-                with _read(call, record, closed.epoch) as snapshot:
+                with _read(call, record, closed.step) as snapshot:
                     computed = known.computed(snapshot)
-            except (UnknownBuffer, EpochGone, BufferCorrupt):
+            except (UnknownBuffer, StepGone, BufferCorrupt):
                 continue  # it is no longer kept, or cannot be read
-        epochs.append(described(closed, computed.summary))
-    return epochs[::-1]
+        steps.append(described(closed, computed.summary))
+    return steps[::-1]

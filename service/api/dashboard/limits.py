@@ -38,7 +38,7 @@ SETTINGS = (
 CONSTANTS: dict[str, tuple[int | float, str]] = {
     "max_idempotency_key_length": (MAX_KEY_CHARACTERS, "Characters in an Idempotency-Key, at most."),
     "max_parts": (MAX_PARTS, "Parts of a push, at most."),
-    "max_wait_seconds": (MAX_WAIT_SECONDS, "Seconds that a request may wait for an epoch, at most."),
+    "max_wait_seconds": (MAX_WAIT_SECONDS, "Seconds that a request may wait for a step, at most."),
     "max_listed": (MAX_LISTED_BUFFERS, "Buffers on one page of a list, at most."),
     "max_names": (MAX_NAMED_BUFFERS, "Buffers that one request may name, at most; a change takes up to max_tensors."),
     "max_json_elements": (

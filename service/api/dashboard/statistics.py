@@ -13,11 +13,11 @@ from weakref import WeakValueDictionary
 
 import orjson
 
-from service.api.dashboard.buffer_models import EpochStatistics, Statistics
+from service.api.dashboard.buffer_models import Statistics, StepStatistics
 from service.api.dashboard.summary import Summary, of_zeros, summarize
 from service.api.http.answer import written
-from service.buffers.epochs import Closed
 from service.buffers.record import Record, Snapshot
+from service.buffers.steps import Closed
 from service.engine.cache import Cache
 
 BURST_ELEMENTS = 1 << 24
@@ -29,11 +29,11 @@ RATE_ELEMENTS = 1 << 23
 Many pages may ask every two seconds while every buffer changes. Adds must not get slower by more than 5 %.
 """
 
-EPOCHS_ELEMENTS = 1 << 24
-"""Elements of closed epochs that a request for one buffer computes, besides the newest: as many as `BURST_ELEMENTS`."""
+STEPS_ELEMENTS = 1 << 24
+"""Elements of closed steps that a request for one buffer computes, besides the newest: as many as `BURST_ELEMENTS`."""
 
-MAX_EPOCHS = 200
-"""Closed epochs of a buffer in an answer: a chart has no room for more points."""
+MAX_STEPS = 200
+"""Closed steps of a buffer in an answer: a chart has no room for more points."""
 
 MAX_STATES_BYTES = 1 << 26
 """Bytes of cached statistics: about 20,000 buffers of 3 KB. Each takes at least 1 KB, so there are at most 65,536."""
@@ -41,9 +41,9 @@ MAX_STATES_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Computed:
-    """The summary of a buffer's sum, or of a closed epoch's, in the state with this version."""
+    """The summary of a buffer's sum, or of a closed step's, in the state with this version."""
 
-    epoch: int
+    step: int
     version: int
     count: int
     weight: float
@@ -53,10 +53,10 @@ class Computed:
 
     @classmethod
     def of(cls, state: Record | Closed, summary: Summary) -> Computed:
-        return cls(state.epoch, state.version, state.count, state.weight, summary)
+        return cls(state.step, state.version, state.count, state.weight, summary)
 
     def is_of(self, state: Record | Closed) -> bool:
-        return (self.epoch, self.version) == (state.epoch, state.version)
+        return (self.step, self.version) == (state.step, state.version)
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +71,7 @@ class Computed:
     def as_json(self) -> Statistics:
         summary = self.summary
         return {
-            "epoch": self.epoch,
+            "step": self.step,
             "version": self.version,
             "count": self.count,
             "weight": self.weight,
@@ -112,8 +112,8 @@ class BufferStatistics:
     def __init__(self) -> None:
         self.budget = Budget()
         self._states = Cache(MAX_STATES_BYTES)
-        """By id, the running sum as it was computed last; by id and epoch, a closed epoch; by id and None, the closed
-        epoch that was the last when it was computed.
+        """By id, the running sum as it was computed last; by id and step, a closed step; by id and None, the closed
+        step that was the last when it was computed.
         """
         self._flights: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
 
@@ -129,7 +129,7 @@ class BufferStatistics:
         return computed if computed is not None and computed.is_of(state) else None
 
     def last(self, record: Record, state: Record | Closed) -> Computed | None:
-        """Return the statistics of the running sum or of the last closed epoch; if not known, those known last."""
+        """Return the statistics of the running sum or of the last closed step; if not known, those known last."""
         return self.of(record, state) or self._states.get(record.id if state is record else (record.id, None), None)
 
     def computed(self, snapshot: Snapshot) -> Computed:
@@ -145,18 +145,18 @@ class BufferStatistics:
 
 
 def last_state(record: Record, *, closed: bool) -> Record | Closed:
-    """Return the running sum or, if `closed`, the last closed epoch of a buffer that keeps any."""
+    """Return the running sum or, if `closed`, the last closed step of a buffer that keeps any."""
     return record.closed[-1] if closed and record.closed else record
 
 
 def _key(record: Record, state: Record | Closed) -> Hashable:
-    return record.id if state is record else (record.id, state.epoch)
+    return record.id if state is record else (record.id, state.step)
 
 
-def described(closed: Closed, summary: Summary) -> EpochStatistics:
-    """Return what the answers say of a closed epoch."""
+def described(closed: Closed, summary: Summary) -> StepStatistics:
+    """Return what the answers say of a closed step."""
     return {
-        "epoch": closed.epoch,
+        "step": closed.step,
         "count": closed.count,
         "weight": closed.weight,
         "mean": summary.mean,

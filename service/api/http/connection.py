@@ -143,7 +143,7 @@ class Connection(Wire):
             super().end(at_once=at_once)
 
     def shutdown(self) -> None:
-        """Take no more requests: the server stops. Answer now what waits for an epoch."""
+        """Take no more requests: the server stops. Answer now what waits for a step."""
         self._app.stop_waiting()
         if self._exchange is None:
             self.end(at_once=True)

@@ -103,16 +103,16 @@ class Problem(BaseModel):
     limit: float = Field(default_factory=absent)
     buffer: str = Field(default_factory=absent)
     buffers: list[str] = Field(default_factory=absent, description="The first 100 buffers that differ.")
-    epoch: int = Field(default_factory=absent, description="The buffer's current epoch.")
-    count: int = Field(default_factory=absent, description="The gradients in that epoch so far.")
+    step: int = Field(default_factory=absent, description="The buffer's current step.")
+    count: int = Field(default_factory=absent, description="The gradients in that step so far.")
     quorum: int = Field(default_factory=absent)
     min_count: int = Field(default_factory=absent)
     norm: float | None = Field(default_factory=absent, description="The gradient's 2-norm; null if it is not finite.")
     max_norm: float = Field(default_factory=absent)
     missing: list[str] = Field(
-        default_factory=absent, description="Contributors that are not in that epoch, if they are known."
+        default_factory=absent, description="Contributors that are not in that step, if they are known."
     )
-    receipt: dict[str, Any] = Field(default_factory=absent, description="The receipt of an epoch without a mean.")
+    receipt: dict[str, Any] = Field(default_factory=absent, description="The receipt of a step without a mean.")
     scope: str = Field(default_factory=absent, description="The scope that the API key lacks.")
     receipts: dict[str, Any] = Field(
         default_factory=absent, description="The receipts of the same request, which was made before."

@@ -1,4 +1,4 @@
-"""Waiting for an epoch of a buffer: a request sleeps until its next attempt may succeed."""
+"""Waiting for a step of a buffer: a request sleeps until its next attempt may succeed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.api.http.offload import R, while_connected
 from service.buffers.names import BufferName
 from service.buffers.record import Record
 from service.buffers.store import Store
-from service.errors import EpochOpen, GradserveError, NotReady, TooFewGradients
+from service.errors import GradserveError, NotReady, StepOpen, TooFewGradients
 
 POLL_SECONDS = 0.002
 """Seconds between looks for changes by other processes, while requests wait: a delay that no client notices."""
@@ -28,7 +28,7 @@ ANY = frozenset({"*"})
 
 
 class _Key(NamedTuple):
-    """The end of a wait: the next epoch of a buffer, a count of at least `least`, or a tag that `match` lacks."""
+    """The end of a wait: the next step of a buffer, a count of at least `least`, or a tag that `match` lacks."""
 
     namespace: str
     name: str
@@ -44,7 +44,7 @@ class _State(NamedTuple):
     """The state of a buffer. It is `over` if the count is reached, or if `match` lacks the tag."""
 
     id: int
-    epoch: int
+    step: int
     over: bool
 
 
@@ -61,7 +61,7 @@ class Waiting:
     """Wakes requests that wait for a buffer, whichever process changes it.
 
     After a commit the poller looks at each buffer once, however many requests wait for it. It wakes them only if their
-    next attempt may succeed. A thousand workers may wait for an epoch that needs a thousand gradients.
+    next attempt may succeed. A thousand workers may wait for a step that needs a thousand gradients.
     """
 
     def __init__(self, store: Store) -> None:
@@ -85,7 +85,7 @@ class Waiting:
         attempt: Callable[[], Awaitable[R]],
         match: frozenset[str] = ANY,
     ) -> R:
-        """Return the result of `attempt`. While it raises `EpochOpen` or `TooFewGradients`, wait and call it again.
+        """Return the result of `attempt`. While it raises `StepOpen` or `TooFewGradients`, wait and call it again.
 
         A wait ends when the attempt may succeed, or when the buffer's tag is not in `match` any more. After `seconds`
         the last attempt follows. The body must have been read. Raises `ClientDisconnect` if the client leaves during a
@@ -97,17 +97,17 @@ class Waiting:
         while True:
             try:
                 return await attempt()
-            except (EpochOpen, TooFewGradients) as error:
+            except (StepOpen, TooFewGradients) as error:
                 context: dict[str, Any] = error.context
             key = _Key(namespace, context["buffer"], context.get("min_count"), match)
-            if not await while_connected(receive, self._change(key, context["epoch"], end)):
+            if not await while_connected(receive, self._change(key, context["step"], end)):
                 return await attempt()  # it raises what is missing; a buffer can also expire without a change
 
-    async def _change(self, key: _Key, epoch: int, end: float) -> bool:
-        """Wait until the buffer leaves its state in this epoch. Return False if it has not by `end`."""
+    async def _change(self, key: _Key, step: int, end: float) -> bool:
+        """Wait until the buffer leaves its state in this step. Return False if it has not by `end`."""
         seen = await self._look(self._store.generation)
         state = (await self._look(self._states, [key]))[key]
-        if state is None or state.epoch != epoch or state.over:
+        if state is None or state.step != step or state.over:
             await asyncio.sleep(POLL_SECONDS)  # other tasks have their turn
             return True
         watched = self._watched.get(key)
@@ -175,4 +175,4 @@ def _state(key: _Key, record: Record | None) -> _State | None:
     if record is None:
         return None
     ready = key.least is not None and record.count >= key.least
-    return _State(record.id, record.epoch, ready or not key.match & record.tags)
+    return _State(record.id, record.step, ready or not key.match & record.tags)

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from service.api.operators.onnx_names import NOT_SERVED, ONNX
-from service.buffers.epochs import check_contributor
 from service.buffers.names import NAME, check_name
+from service.buffers.steps import check_contributor
 from service.codecs.parts import Part
 from service.dtypes import FLOATS, Array
 from service.errors import DtypeMismatch, InvalidParameter, UnknownOperator, shown
@@ -20,8 +20,8 @@ from service.kernels import OPERATORS, Operator, Tensor
 MIN_SIMILARITY = 0.85
 """The part that two names must share, at least, for one to be a slip for the other. Most names share Grad."""
 
-MAX_EPOCH_DIGITS = 15
-"""Digits of an epoch's number: more changes than any buffer sees."""
+MAX_STEP_DIGITS = 15
+"""Digits of a step's number: more changes than any buffer sees."""
 
 
 class Use(NamedTuple):
@@ -30,8 +30,8 @@ class Use(NamedTuple):
     tensor: str
     buffer: str
     is_prefix: bool = False
-    epoch: int | None = None
-    """The closed epoch that is read; None: the buffer as it runs."""
+    step: int | None = None
+    """The closed step that is read; None: the buffer as it runs."""
     overwrites: bool = False
     """Whether the output replaces the buffer's sum, rather than being added."""
 
@@ -43,12 +43,12 @@ class BufferUse:
     sources: Sequence[Use] = ()
     targets: Sequence[Use] = ()
     weight: float = 1.0
-    epoch: int | None = None
+    step: int | None = None
     contributor: str | None = None
     mean: bool = False
-    """Whether closed epochs are read as means."""
+    """Whether closed steps are read as means."""
     timeout: float = 0.0
-    """Seconds to wait until the epochs have closed."""
+    """Seconds to wait until the steps have closed."""
 
     @cached_property
     def by_prefix(self) -> bool:
@@ -133,15 +133,15 @@ def buffers_of(
 ) -> BufferUse:
     """Parse the buffers of a request from `tensor:buffer`. Raises `InvalidParameter` and `DtypeMismatch`.
 
-    `query` is the model with weight, epoch, contributor and reduce.
+    `query` is the model with weight, step, contributor and reduce.
     """
-    for name in () if into else ("weight", "epoch", "contributor"):
+    for name in () if into else ("weight", "step", "contributor"):
         if getattr(query, name) is not None:
             raise InvalidParameter(f"{name} is only for outputs that into= adds to a buffer", parameter=name)
     inputs = uses_of([("from", text) for text in sources], operator.inputs) if sources else ()
     for name, given in (("reduce", query.reduce), ("timeout", timeout)):
-        if given is not None and all(one.epoch is None for one in inputs):
-            problem = f"{name} is only for inputs that from= takes from a closed epoch, as X:acts@3"
+        if given is not None and all(one.step is None for one in inputs):
+            problem = f"{name} is only for inputs that from= takes from a closed step, as X:acts@3"
             raise InvalidParameter(problem, parameter=name)
     if not (sources or into or sets):
         return NO_BUFFERS
@@ -155,7 +155,7 @@ def buffers_of(
         check_contributor(query.contributor)
     weight = 1.0 if query.weight is None else query.weight
     mean = query.reduce == "mean"
-    return BufferUse(inputs, targets, weight, query.epoch, query.contributor, mean, timeout or 0.0)
+    return BufferUse(inputs, targets, weight, query.step, query.contributor, mean, timeout or 0.0)
 
 
 def _check_apart(parameter: str, targets: Sequence[Use]) -> None:
@@ -234,13 +234,13 @@ def _cut(text: str, tensors: Sequence[Tensor]) -> tuple[str, str]:
 
 
 def _use(parameter: str, text: str, tensor: str, buffer: str, tensors: Sequence[Tensor]) -> Use:
-    epoch = None
+    step = None
     if parameter == "from" and "@" in buffer:
         buffer, _, number = buffer.rpartition("@")
-        if not (number.isascii() and number.isdecimal() and len(number) <= MAX_EPOCH_DIGITS):
-            problem = f"from is {shown(text)}, but behind the @ must be the number of an epoch"
+        if not (number.isascii() and number.isdecimal() and len(number) <= MAX_STEP_DIGITS):
+            problem = f"from is {shown(text)}, but behind the @ must be the number of a step"
             raise InvalidParameter(problem, parameter=parameter)
-        epoch = int(number)
+        step = int(number)
     is_group = any(one.group and one.name == tensor for one in tensors)
     if not (tensor and buffer) or is_group != buffer.endswith("*"):
         groups = [one.name for one in tensors if one.group]
@@ -251,4 +251,4 @@ def _use(parameter: str, text: str, tensor: str, buffer: str, tensors: Sequence[
         )
     if is_group and not NAME.fullmatch(buffer[:-1] or "-"):
         raise InvalidParameter(f"{parameter} is {shown(text)}, but no buffer has such a prefix", parameter=parameter)
-    return Use(tensor, buffer[:-1] if is_group else check_name(buffer), is_group, epoch, parameter == "set")
+    return Use(tensor, buffer[:-1] if is_group else check_name(buffer), is_group, step, parameter == "set")

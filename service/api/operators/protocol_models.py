@@ -204,8 +204,8 @@ class BufferParameters(BaseModel):
     weight: Annotated[float | None, WithJsonSchema({"type": "number"})] = Field(
         default_factory=absent, allow_inf_nan=False, description="With `into`: the weight of each added gradient."
     )
-    epoch: Annotated[int | None, WithJsonSchema({"type": "integer", "minimum": 0})] = Field(
-        default_factory=absent, ge=0, description="With `into`: the epoch that the buffers must be in."
+    step: Annotated[int | None, WithJsonSchema({"type": "integer", "minimum": 0})] = Field(
+        default_factory=absent, ge=0, description="With `into`: the step that the buffers must be in."
     )
     contributor: Annotated[str | None, WithJsonSchema({"type": "string"})] = Field(
         default_factory=absent, description="With `into`: who adds."
@@ -213,7 +213,7 @@ class BufferParameters(BaseModel):
     reduce: Annotated[Literal["sum", "mean"] | None, WithJsonSchema({"type": "string", "enum": ["sum", "mean"]})] = (
         Field(
             default_factory=absent,
-            description="With `@` in `from`: the sum of the epoch, or the sum divided by the sum of the weights.",
+            description="With `@` in `from`: the sum of the step, or the sum divided by the sum of the weights.",
         )
     )
 

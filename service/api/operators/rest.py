@@ -69,7 +69,7 @@ class EndpointQuery(BaseModel):
         _NONE,
         alias="from",
         description="`X:acts.1`: take the input X from the buffer acts.1. `weights:m.p.*`: take a group from the"
-        " buffers of a prefix. `X:acts.1@3`: take what its epoch 3 closed with. May repeat.",
+        " buffers of a prefix. `X:acts.1@3`: take what its step 3 closed with. May repeat.",
     )
     into: list[str] = Field(
         _NONE,
@@ -83,15 +83,15 @@ class EndpointQuery(BaseModel):
         " instead. All outputs go to their buffers or none, and only if no buffer of `from` has changed. May repeat.",
     )
     reduce: Literal["sum", "mean"] | None = Field(
-        None, description="With `@`: the sum of the epoch, or the sum divided by the sum of the weights."
+        None, description="With `@`: the sum of the step, or the sum divided by the sum of the weights."
     )
     timeout: float | None = Field(
-        None, ge=0, le=MAX_WAIT_SECONDS, description="With `@`: seconds to wait until the epochs have closed."
+        None, ge=0, le=MAX_WAIT_SECONDS, description="With `@`: seconds to wait until the steps have closed."
     )
     weight: float | None = Field(
         None, allow_inf_nan=False, description="With `into`: the weight of each added gradient; by default 1."
     )
-    epoch: int | None = Field(None, ge=0, description="With `into`: the epoch that the buffers must be in.")
+    step: int | None = Field(None, ge=0, description="With `into`: the step that the buffers must be in.")
     contributor: str | None = Field(None, description="With `into`: who adds, 1 to 100 printable characters.")
 
 

@@ -30,7 +30,7 @@ from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import Array
 from service.engine.engine import Reserve
-from service.errors import Busy, EpochGone, GradserveError, SourceChanged
+from service.errors import Busy, GradserveError, SourceChanged, StepGone
 
 _warm: set[str] = set()
 """The operators that have computed in this process. The first time a kernel may import what most servers never need."""
@@ -79,7 +79,7 @@ async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary
     _check(call, job)
     call.spent.setdefault("queue", 0)
     key = None
-    if any(one.epoch is not None for one in use.sources):
+    if any(one.step is not None for one in use.sources):
         key = await call.offload(_size(job) <= INLINE_BYTES, _key, call, job)
         await until_closed(call, job, key)
         call.start_clock()
@@ -206,7 +206,7 @@ def _computed(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:
             if repeated is not None:
                 return repeated
             raise
-        if isinstance(error, (EpochGone, Busy)):
+        if isinstance(error, (StepGone, Busy)):
             raise
         raise counted_once(str(error), known.receipts) from None
 
@@ -214,7 +214,7 @@ def _computed(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:
 def _repeated(call: Call, job: Job, key: Key | None, known: Known | None) -> _Computed | None:
     """Return the result of a request that is known with all that it answered; else None.
 
-    Raises `EpochGone` if a buffer that it has changed was deleted and created again.
+    Raises `StepGone` if a buffer that it has changed was deleted and created again.
     """
     if known is None or not (known.answer or not _answered(job)):
         return None
@@ -277,7 +277,7 @@ def _beyond_body(call: Call, job: Job) -> Reserve:
 
 
 def _check_unchanged(now: Mapping[Use, str], before: Sequence[str], receipts: Mapping[str, Receipt]) -> None:
-    """Raise `EpochGone` if a source has changed since the original request, which read the states `before`."""
+    """Raise `StepGone` if a source has changed since the original request, which read the states `before`."""
     for (use, state), old in zip(now.items(), before, strict=False):  # a first request has no `before`
         if old != state:
             raise counted_once(f"its input, the buffer {use.buffer!r}, has changed since", receipts)

@@ -24,7 +24,7 @@ def changes_of(call: Call, use: BufferUse, outputs: Mapping[str, Any], sources: 
     Raises `DtypeMismatch` and `InvalidParameter`.
     """
     changes, match = dict[str, Change](), match_of(call)
-    states = {one.buffer: state for one, state in sources.items() if use.overwrites and one.epoch is None}
+    states = {one.buffer: state for one, state in sources.items() if use.overwrites and one.step is None}
     for tensor, output in outputs.items():
         target = use.target_of(tensor)
         if target is None:
@@ -41,7 +41,7 @@ def changes_of(call: Call, use: BufferUse, outputs: Mapping[str, Any], sources: 
             spec = Spec(output.shape, output.dtype)
             changes[name] = Set(spec=spec, refusal=refusal_of(call, name, spec), **given)
         else:
-            changes[name] = Add(weight=use.weight, epoch=use.epoch, contributor=use.contributor, **given)
+            changes[name] = Add(weight=use.weight, step=use.step, contributor=use.contributor, **given)
     call.reserve(RECEIPT_BYTES * len(changes))
     return [*changes.values(), *(Unchanged(name=name, state=state) for name, state in states.items())]
 

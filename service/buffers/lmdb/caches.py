@@ -17,7 +17,7 @@ MOST_RECORDS = 1 << 14
 """Buffers that the writer remembers: each takes about 2 KB, all of them 32 MB."""
 
 MOST_BYTES_OF_RECORDS = 6 << 20
-"""Bytes of their records in the store: names of contributors and closed epochs take up to 12 times as much here."""
+"""Bytes of their records in the store: names of contributors and closed steps take up to 12 times as much here."""
 
 MOST_BYTES_OF_VALUES = 1 << 25
 """All values that the writer remembers: to read a value again and check it takes a quarter of an add."""

@@ -35,7 +35,7 @@ The databases of the LMDB environment hold:
     outcomes   time of the request, 8 bytes, and digest of caller and key -> length of the namespace, 1 byte; the
                namespace; fingerprint, and what a replay answers (`packed.pack_known`); sealed
     deadlines  time, 8 bytes, and `BufferName.joined` -> nothing: when to check whether the buffer has expired
-               b"\xff", time, 8 bytes, and `BufferName.joined` -> nothing: when the running epoch is due
+               b"\xff", time, 8 bytes, and `BufferName.joined` -> nothing: when the running step is due
 
 Keys are big-endian, times are microseconds since 1970; numbers in chunks and lists of slots are little-endian. Sealed
 data ends with its XXH3 checksum, seeded by the place where it belongs (`service/buffers/packed.py`). The file `format`
@@ -79,7 +79,7 @@ OLDER = (b"graphs", b"pushes")
 """What formats before 9 have in databases of their own."""
 
 DUE = b"\xff"
-"""The first byte of an entry of `deadlines` for an epoch. No time begins with it, so these entries come last."""
+"""The first byte of an entry of `deadlines` for a step. No time begins with it, so these entries come last."""
 
 FORGET = b"\xfe"
 """The first byte of an entry of `deadlines` for a push, before format 9."""
@@ -112,7 +112,7 @@ def microseconds(seconds: float) -> int:
 
 
 def due_entry(record: Record) -> bytes | None:
-    """Return the entry of `deadlines` for the running epoch, if it closes by itself at some time."""
+    """Return the entry of `deadlines` for the running step, if it closes by itself at some time."""
     due = record.due
     return None if due is None else DUE + TIME.pack(microseconds(due)) + record.full_name.joined.encode()
 

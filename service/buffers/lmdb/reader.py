@@ -156,7 +156,7 @@ class Reader:
         return {name: self._txn.stat(getattr(self._env, name))["entries"] for name in DATABASES}
 
     def anything_due(self, oldest_key: int, now: float) -> bool:
-        """Return whether a key has expired, the deadline of a buffer is over, or an epoch is due."""
+        """Return whether a key has expired, the deadline of a buffer is over, or a step is due."""
         for db, limit in ((self._env.outcomes, oldest_key), (self._env.deadlines, microseconds(now))):
             with self._txn.cursor(db=db) as cursor:
                 if is_due(cursor, limit):
@@ -164,7 +164,7 @@ class Reader:
         return self.first_due() <= now
 
     def first_due(self) -> float:
-        """Return when the first running epoch is due, in seconds since 1970; infinity if none is."""
+        """Return when the first running step is due, in seconds since 1970; infinity if none is."""
         with self._txn.cursor(db=self._env.deadlines) as cursor:
             return float(TIME.unpack_from(cursor.key(), len(DUE))[0] / 1e6) if cursor.set_range(DUE) else math.inf
 

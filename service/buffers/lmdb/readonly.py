@@ -58,7 +58,7 @@ class LmdbMoment(Reader):
             yield f"{WRONG}the value {largest} is in use, but {last} should be the last"
 
     def _unscheduled(self) -> Iterator[str]:
-        """Yield a line for each buffer that the store would not delete, or whose epoch it would not close, in time."""
+        """Yield a line for each buffer that the store would not delete, or whose step it would not close, in time."""
         with self._txn.cursor(db=self._env.deadlines) as cursor:
             entries = itertools.takewhile(lambda key: bytes(key[:1]) < DUE, cursor.iternext(values=False))
             timed = {name_of(key[TIME.size :]) for key in entries}
@@ -69,7 +69,7 @@ class LmdbMoment(Reader):
             entry = None if record is None else due_entry(record)
             if entry is not None and self._txn.get(entry, db=self._env.deadlines) is None:
                 yield (
-                    f"{WRONG}the deadline of the buffer {name.joined!r} is not scheduled: its epoch closes only when a"
+                    f"{WRONG}the deadline of the buffer {name.joined!r} is not scheduled: its step closes only when a"
                     " request comes for it"
                 )
 

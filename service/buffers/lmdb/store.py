@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from service.buffers.epochs import Closed
 from service.buffers.graphs import MAX_GRAPHS
 from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.clock import clock_of
@@ -27,6 +26,7 @@ from service.buffers.names import HIDDEN, BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Key, Known, Record, Snapshot
 from service.buffers.room import Most
+from service.buffers.steps import Closed
 from service.buffers.store import (
     KEY_SECONDS,
     MAX_BUFFERS,
@@ -105,13 +105,13 @@ class LmdbStore(Store):
         with reading(self._env) as reader:
             return sum(reader.record_bytes(BufferName(self.namespace, name)) for name in names)
 
-    def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
+    def read(self, names: Sequence[str], step: int | None = None) -> list[Snapshot]:
         with reading(self._env) as reader, np.errstate(all="ignore"):
 
             def load(record: Record, of: Closed | None) -> Array:
                 return reader.values.load(record.spec, (of or record).value, self._allocate)
 
-            return snapshots((self._alive(reader, name) for name in names), epoch, load)
+            return snapshots((self._alive(reader, name) for name in names), step, load)
 
     def recall(self, key: Key, names: Sequence[str] = ()) -> Known | None:
         with reading(self._env) as reader:

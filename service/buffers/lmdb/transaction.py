@@ -28,7 +28,7 @@ MOST_EXPIRED = 100
 """Expired buffers, or gradients of expired pushes, that one transaction removes: a client's request waits for it."""
 
 MOST_CLOSED = 1000
-"""Epochs that are due and that one transaction closes: a client's request waits for it, about 20 ms."""
+"""Steps that are due and that one transaction closes: a client's request waits for it, about 20 ms."""
 
 MOST_FORGOTTEN = 10_000
 """Expired keys that one request deletes if its namespace has no room for its key; they take a tenth of a second."""
@@ -53,7 +53,7 @@ class LmdbTransaction(Staging):
         self.expired = 0
         """Changes that removed what has expired, or closed what was due: they stay although a request fails."""
         self.next_due = math.inf
-        """When the first epoch is due whose deadline this transaction has set."""
+        """When the first step is due whose deadline this transaction has set."""
 
     def get(self, name: BufferName) -> Record | None:
         if name in self.changed:
@@ -87,7 +87,7 @@ class LmdbTransaction(Staging):
         self.changed[record.full_name] = record
 
     def _schedule(self, old: Record | None, new: Record | None) -> None:
-        """Keep the entry that says when the running epoch is due. An entry that is wrong does nothing."""
+        """Keep the entry that says when the running step is due. An entry that is wrong does nothing."""
         before, after = (None if record is None else due_entry(record) for record in (old, new))
         if before == after:
             return
@@ -242,7 +242,7 @@ class LmdbTransaction(Staging):
         return bool(deadlines)
 
     def close_due(self, now: float, most: int) -> None:
-        """Close up to `most` epochs whose deadlines are over."""
+        """Close up to `most` steps whose deadlines are over."""
         before, limit = self.writes, microseconds(now)
         with self._txn.cursor(db=self._env.deadlines) as cursor:
             more = cursor.set_range(DUE)

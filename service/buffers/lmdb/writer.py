@@ -116,7 +116,7 @@ class Writer:
                     time.sleep(GATHER_SECONDS)
 
     def _patience(self) -> float:
-        """Return how long to wait for a request: until an epoch is due."""
+        """Return how long to wait for a request: until a step is due."""
         return min(IDLE_SECONDS, max(0.0, self._next_due - self._clock()))
 
     def _make(self, submissions: list[Submission]) -> None:

@@ -56,7 +56,7 @@ class Fold(NamedTuple):
 
 
 def is_worth_a_fold(spec: Spec, seq: int, has_ended: bool) -> bool:
-    """Return whether to fold a value now: often while it grows, and at the end of an epoch that all workers read."""
+    """Return whether to fold a value now: often while it grows, and at the end of a step that all workers read."""
     if spec.nbytes < LARGE_BYTES:
         return not has_ended and seq % (FOLD_EVERY_SMALL if spec.nbytes <= SMALL_BYTES else FOLD_EVERY) == 0
     return seq > 1 and spec.closes_itself if has_ended else seq % FOLD_EVERY_LARGE == 0

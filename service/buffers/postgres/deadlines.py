@@ -1,4 +1,4 @@
-"""The deadlines of open epochs: the writer closes the epochs that are due, by the database's clock."""
+"""The deadlines of open steps: the writer closes the steps that are due, by the database's clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOK_SECONDS = 0.5
 
 
 class Deadlines:
-    """Knows when the writer has to look for epochs that are due."""
+    """Knows when the writer has to look for steps that are due."""
 
     def __init__(self, database: Database) -> None:
         self._database, self._next = database, 0.0
@@ -36,7 +36,7 @@ class Deadlines:
         self._next = time.monotonic() + LOOK_SECONDS
 
     def due(self, connection: Connection) -> list[Submission]:
-        """Return a request for each epoch that is due, and expect the next deadline."""
+        """Return a request for each step that is due, and expect the next deadline."""
         rows = self._database.read(connection, DUE(self._database.clock()))
         self.expect(min((seconds for _, _, seconds in rows if seconds > 0), default=math.inf))
         due = [(namespace, name) for namespace, name, seconds in rows if seconds <= 0]

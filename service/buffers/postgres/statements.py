@@ -226,7 +226,7 @@ LOCKED = Statement("select from buffers where namespace = $1::text and name = $2
 # ----- deadlines, and what the janitor does -----
 
 MOST_DUE = 256
-"""Epochs that a transaction closes: this takes a fraction of a second, and one lock."""
+"""Steps that a transaction closes: this takes a fraction of a second, and one lock."""
 
 DUE = Statement(f"""
     select namespace, name, due - coalesce($1::double precision, extract(epoch from clock_timestamp()))

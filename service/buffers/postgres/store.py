@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from service.buffers.epochs import Closed
 from service.buffers.graphs import MAX_GRAPHS
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, unpack_known, unpack_record
@@ -38,6 +37,7 @@ from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
 from service.buffers.record import Key, Known, Record, Snapshot
 from service.buffers.room import Most
+from service.buffers.steps import Closed
 from service.buffers.store import (
     KEY_SECONDS,
     MAX_BUFFERS,
@@ -134,9 +134,9 @@ class PostgresStore(Store):
     def record(self, name: str) -> Record:
         return _alive([name], self._ask(self._records([name])))[name].record
 
-    def durable(self, names: Sequence[str], epoch: int | None = None) -> list[Record]:
+    def durable(self, names: Sequence[str], step: int | None = None) -> list[Record]:
         stored = _alive(names, self._ask(self._records(names), fenced=True))
-        return with_closed([stored[name].record for name in names], epoch)
+        return with_closed([stored[name].record for name in names], step)
 
     def now(self) -> float:
         return float(self._ask(NOW(self._database.clock()))[0][0])
@@ -164,12 +164,12 @@ class PostgresStore(Store):
     def record_bytes(self, names: Sequence[str]) -> int:
         return int(self._ask(lists.RECORD_BYTES([self.namespace] * len(names), names))[0][0])
 
-    def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
+    def read(self, names: Sequence[str], step: int | None = None) -> list[Snapshot]:
         def find(connection: Connection) -> list[Snapshot]:
             (rows,) = connection.exchange([self._records(names)])
             stored = _alive(names, rows)
             records = [stored[name].record for name in names]
-            values = [(record if epoch is None else record.closed_epoch(epoch)).value for record in records]
+            values = [(record if step is None else record.closed_step(step)).value for record in records]
             found = groupby(stream(connection, [value for value in values if value is not None]), lambda one: one.value)
 
             def load(record: Record, of: Closed | None) -> Array:
@@ -179,7 +179,7 @@ class PostgresStore(Store):
                     deltas = complete(value, next(found)[1], stored[record.name].seq if of is None else None)
                 return total(connection, record.spec, deltas, self._allocate)
 
-            return snapshots(records, epoch, load)
+            return snapshots(records, step, load)
 
         with np.errstate(all="ignore"):
             return self._read(find)

@@ -87,7 +87,7 @@ class PostgresTransaction:
             return
         self.changes.records[name] = Stored(record, self._seq(record.value, before))
         values = [(record.value, False)]
-        if old is not None and record.epoch > old.record.epoch and record.closed:
+        if old is not None and record.step > old.record.step and record.closed:
             values.append((record.closed[-1].value, True))
         for value, has_ended in values:
             if value is not None and is_worth_a_fold(record.spec, self._seq(value, before), has_ended):

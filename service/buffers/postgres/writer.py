@@ -193,7 +193,7 @@ class Writer:
             if len(submissions) == MOST_DUE:
                 self._deadlines.expect(0.0)
         except Exception as error:  # the thread outlives what it cannot do
-            logger.warning("The store closes epochs that are due later: %s", " ".join(str(error).split()))
+            logger.warning("The store closes steps that are due later: %s", " ".join(str(error).split()))
 
     def _make(self, submissions: list[Submission]) -> None:
         """Make the requests in one transaction, and answer them. If that fails, make each in its own transaction."""

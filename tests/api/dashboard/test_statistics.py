@@ -80,7 +80,7 @@ def test_statistics_are_those_of_the_value_that_clients_read(http: httpx.Client,
     assert sum(histogram["counts"]) == answer["size"] - answer["nan"] - answer["infinite"] - answer["zeros"]
     (short,) = table(http, name).values()
     assert short == {one: answer[one] for one in short}
-    assert {"epoch", "version", "count", "weight", *NUMBERS} == short.keys()
+    assert {"step", "version", "count", "weight", *NUMBERS} == short.keys()
 
 
 def test_a_buffer_without_adds_has_zeros(http: httpx.Client) -> None:
@@ -107,72 +107,72 @@ def test_a_change_makes_new_statistics(http: httpx.Client) -> None:
 def test_a_new_buffer_has_nothing_of_an_earlier_one(http: httpx.Client) -> None:
     name = filled(http, [3.0, 4.0])
     post(http, name, "take")
-    assert [one["norm"] for one in statistics_of(http, name)["epochs"]] == [5.0]
+    assert [one["norm"] for one in statistics_of(http, name)["steps"]] == [5.0]
     http.delete(f"/v1/buffers/{name}")
     filled(http, [1.0, 0.0], name)
     answer = statistics_of(http, name)
-    assert (answer["norm"], answer["epochs"]) == (1.0, [])
+    assert (answer["norm"], answer["steps"]) == (1.0, [])
 
 
-# ----- epochs -----
+# ----- steps -----
 
 
-def test_the_epochs_are_those_that_the_buffer_keeps(http: httpx.Client) -> None:
+def test_the_steps_are_those_that_the_buffer_keeps(http: httpx.Client) -> None:
     name, found = create(http, quorum=2, keep=2), []
     for number in range(4):
         add(http, name, [3.0 * number, 4.0 * number])
         add(http, name, ["Infinity", "NaN"] if number == 1 else 0, weight=3)
-        found.append(statistics_of(http, name)["epochs"])
-    assert metadata(http, name)["closed_epochs"] == [2, 3]
-    assert [[one["epoch"] for one in epochs] for epochs in found] == [[0], [0, 1], [1, 2], [2, 3]]
+        found.append(statistics_of(http, name)["steps"])
+    assert metadata(http, name)["closed_steps"] == [2, 3]
+    assert [[one["step"] for one in steps] for steps in found] == [[0], [0, 1], [1, 2], [2, 3]]
     assert [one["norm"] for one in (*found[1], *found[3])] == [0.0, None, 10.0, 15.0]
     assert [one["nonfinite"] for one in (*found[1], *found[3])] == [0, 2, 0, 0]
     assert [one["mean"] for one in (*found[1], *found[3])] == [0.0, None, 7.0, 10.5]
     assert {(one["count"], one["weight"], one["closed_by"]) for one in found[3]} == {(2, 4.0, "quorum")}
 
 
-def test_closed_epochs_of_a_large_buffer_are_computed_by_and_by(
+def test_closed_steps_of_a_large_buffer_are_computed_by_and_by(
     http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffers, "EPOCHS_ELEMENTS", 5)
+    monkeypatch.setattr(buffers, "STEPS_ELEMENTS", 5)
     name = create(http, keep=5)
     for number in range(5):
         add(http, name, [3.0 * number, 4.0 * number])
         post(http, name, "take")
-    found = [[one["epoch"] for one in statistics_of(http, name)["epochs"]] for _ in range(4)]
+    found = [[one["step"] for one in statistics_of(http, name)["steps"]] for _ in range(4)]
     assert found == [[3, 4], [1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
 
 
-def test_a_closed_epoch_has_statistics_of_its_own(http: httpx.Client) -> None:
+def test_a_closed_step_has_statistics_of_its_own(http: httpx.Client) -> None:
     name = filled(http, [[3.0, 4.0]])
     post(http, name, "take")
     add(http, name, [[6.0, 8.0]])
-    answer = statistics_of(http, name, epoch=0, heat_map=2)
-    assert (answer["epoch"], answer["norm"], answer["heat_map"]["values"]) == (0, 5.0, [[3.0, 4.0]])
-    assert statistics_of(http, name, epoch=0)["norm"] == 5.0
+    answer = statistics_of(http, name, step=0, heat_map=2)
+    assert (answer["step"], answer["norm"], answer["heat_map"]["values"]) == (0, 5.0, [[3.0, 4.0]])
+    assert statistics_of(http, name, step=0)["norm"] == 5.0
     answer = statistics_of(http, name, heat_map=2)
-    assert (answer["epoch"], answer["norm"], answer["heat_map"]["values"]) == (1, 10.0, [[6.0, 8.0]])
+    assert (answer["step"], answer["norm"], answer["heat_map"]["values"]) == (1, 10.0, [[6.0, 8.0]])
     path = f"/v1/buffers/{name}/statistics"
-    assert_problem(http.get(path, params={"epoch": 1}), 409, "epoch_open")
+    assert_problem(http.get(path, params={"step": 1}), 409, "step_open")
     post(http, name, "take")
-    assert_problem(http.get(path, params={"epoch": 0}), 410, "epoch_gone")
-    assert [one["norm"] for one in statistics_of(http, name)["epochs"]] == [10.0]
+    assert_problem(http.get(path, params={"step": 0}), 410, "step_gone")
+    assert [one["norm"] for one in statistics_of(http, name)["steps"]] == [10.0]
 
 
-def test_the_last_closed_epoch_is_found_without_its_number(http: httpx.Client) -> None:
+def test_the_last_closed_step_is_found_without_its_number(http: httpx.Client) -> None:
     name = filled(http, [[3.0, 4.0]])
     path = f"/v1/buffers/{name}/statistics"
     answer = statistics_of(http, name, closed=True)
-    assert (answer["epoch"], answer["count"], answer["norm"]) == (0, 1, 5.0)  # none has closed: the running sum
+    assert (answer["step"], answer["count"], answer["norm"]) == (0, 1, 5.0)  # none has closed: the running sum
     post(http, name, "take")
     add(http, name, [[6.0, 8.0]])
     for _ in range(2):
         answer = statistics_of(http, name, closed=True, heat_map=2)
-        assert (answer["epoch"], answer["norm"], answer["heat_map"]["values"]) == (0, 5.0, [[3.0, 4.0]])
-    assert_problem(http.get(path, params={"closed": True, "epoch": 0}), 422, "invalid_parameter", "excludes epoch")
+        assert (answer["step"], answer["norm"], answer["heat_map"]["values"]) == (0, 5.0, [[3.0, 4.0]])
+    assert_problem(http.get(path, params={"closed": True, "step": 0}), 422, "invalid_parameter", "excludes step")
 
 
-def test_the_last_closed_epoch_is_read_however_fast_epochs_close(http: httpx.Client) -> None:
+def test_the_last_closed_step_is_read_however_fast_steps_close(http: httpx.Client) -> None:
     name, stop = filled(http, [[3.0, 4.0]]), threading.Event()
     post(http, name, "take")
     found: list[dict[str, Any]] = []
@@ -185,7 +185,7 @@ def test_the_last_closed_epoch_is_read_however_fast_epochs_close(http: httpx.Cli
 
     def is_read() -> bool:
         found.append(statistics_of(http, name, closed=True))
-        return len(found) >= 50 and len({one["epoch"] for one in found}) > 5
+        return len(found) >= 50 and len({one["step"] for one in found}) > 5
 
     worker = threading.Thread(target=train)
     worker.start()
@@ -233,28 +233,28 @@ def test_buffers_are_named_or_have_a_prefix(http: httpx.Client) -> None:
     assert_problem(http.post(path, json=naming(names[0]), params={"prefix": prefix}), 422, "invalid_request")
     assert_problem(http.post(path, json=naming(names[0], names[0])), 422, "invalid_request")
     assert_problem(http.post(path, json=naming("a/b")), 422, "invalid_parameter")
-    assert_problem(http.post(path, json=naming(names[0]), params={"epoch": 1}), 422, "unknown_parameter")
+    assert_problem(http.post(path, json=naming(names[0]), params={"step": 1}), 422, "unknown_parameter")
 
 
-def test_a_table_has_the_last_closed_epochs_if_asked(http: httpx.Client) -> None:
+def test_a_table_has_the_last_closed_steps_if_asked(http: httpx.Client) -> None:
     ran, never = filled(http, [3.0, 4.0]), filled(http, [1.0, 0.0])
     post(http, ran, "take")
     add(http, ran, [30.0, 40.0])
     for _ in range(2):
         found = table(http, ran, never, closed=True)
-        assert [(one["epoch"], one["version"], one["norm"]) for one in found.values()] == [(0, 2, 5.0), (0, 1, 1.0)]
+        assert [(one["step"], one["version"], one["norm"]) for one in found.values()] == [(0, 2, 5.0), (0, 1, 1.0)]
     assert {one: found[ran][one] for one in NUMBERS} == {
         one: statistics_of(http, ran, closed=True)[one] for one in NUMBERS
     }
     running = table(http, ran, never)
-    assert [(one["epoch"], one["norm"]) for one in running.values()] == [(1, 50.0), (0, 1.0)]
+    assert [(one["step"], one["norm"]) for one in running.values()] == [(1, 50.0), (0, 1.0)]
     post(http, ran, "take")
-    assert [(one["epoch"], one["norm"]) for one in table(http, ran, closed=True).values()] == [(1, 50.0)]
+    assert [(one["step"], one["norm"]) for one in table(http, ran, closed=True).values()] == [(1, 50.0)]
     path = "/v1/buffers/statistics"
     assert_problem(http.post(path, json=naming(ran), params={"closed": "x"}), 422, "invalid_parameter", "closed")
 
 
-@pytest.mark.parametrize("params", [{"heat_map": 0}, {"heat_map": 257}, {"heat_map": "x"}, {"epoch": -1}, {"cells": 3}])
+@pytest.mark.parametrize("params", [{"heat_map": 0}, {"heat_map": 257}, {"heat_map": "x"}, {"step": -1}, {"cells": 3}])
 def test_wrong_parameters_are_refused(http: httpx.Client, params: dict[str, Any]) -> None:
     name, code = create(http), "unknown_parameter" if "cells" in params else "invalid_parameter"
     assert_problem(http.get(f"/v1/buffers/{name}/statistics", params=params), 422, code, next(iter(params)))
@@ -290,7 +290,7 @@ def test_a_table_is_filled_by_and_by(slow: httpx.Client) -> None:
     assert statistics_of(slow, names[3])["max"] == 3.0
 
 
-def test_a_table_of_closed_epochs_is_filled_by_and_by_and_computes_each_once(
+def test_a_table_of_closed_steps_is_filled_by_and_by_and_computes_each_once(
     slow: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[float] = []
@@ -314,11 +314,11 @@ def test_a_table_of_closed_epochs_is_filled_by_and_by_and_computes_each_once(
     wait_until(lambda: are([1.0, 2.0, 3.0]))
     assert [0.0] in [each[2:] for each in seen], "those that wait are null"
     for name in names:
-        post(slow, name, "take")  # keep is 1: the epochs that are known are gone
+        post(slow, name, "take")  # keep is 1: the steps that are known are gone
     seen.clear()
     wait_until(lambda: are([5.0, 5.0, 5.0]))
-    assert {each[2] for each in seen} == {3.0, 5.0}, "those that wait have the epoch that was last"
-    assert table(slow, prefix="slow.", closed=True)[names[0]]["epoch"] == 1
+    assert {each[2] for each in seen} == {3.0, 5.0}, "those that wait have the step that was last"
+    assert table(slow, prefix="slow.", closed=True)[names[0]]["step"] == 1
     assert computed == [1.0, 2.0, 3.0, 5.0, 5.0, 5.0]
 
 

@@ -17,7 +17,7 @@ from tests.api.test_body import EITHER_API, LARGE, SIZES, SMALL, Connection, Mak
 from tests.serving import in_flight, serving, wait_until
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: test\r\n\r\n"
-POLL = b"GET /v1/buffers/open/value?epoch=0&timeout=300 HTTP/1.1\r\nHost: test\r\n\r\n"
+POLL = b"GET /v1/buffers/open/value?step=0&timeout=300 HTTP/1.1\r\nHost: test\r\n\r\n"
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
 HALF = 4 << 20
 """Elements of a buffer whose value takes more than half of the bytes that may be in flight."""

@@ -36,7 +36,7 @@ def url() -> Iterator[str]:
 
 
 SHORT = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
-WAIT = b"GET /v1/buffers/open/value?epoch=0&timeout=%d HTTP/1.1\r\nHost: x\r\n\r\n"
+WAIT = b"GET /v1/buffers/open/value?step=0&timeout=%d HTTP/1.1\r\nHost: x\r\n\r\n"
 MORE = 10 << 20
 """Bytes that the process may grow by."""
 
@@ -135,7 +135,7 @@ def test_a_client_that_left_takes_nothing(url: str) -> None:
         wait_until(lambda: unread(url) == 0)
     wait_until(lambda: in_flight(url) == 0)
     receipt = httpx.post(f"{url}/v1/buffers/open/accumulate", json={"gradient": [1, 1]}).json()
-    assert (receipt["epoch"], receipt["count"]) == (0, 1)
+    assert (receipt["step"], receipt["count"]) == (0, 1)
 
 
 def test_a_broken_chunk_in_a_later_request_is_answered_in_turn(url: str) -> None:

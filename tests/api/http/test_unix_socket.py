@@ -76,14 +76,14 @@ def test_a_client_that_closes_its_direction_is_answered(
         assert connection.is_closed()
 
 
-def test_a_long_poll_ends_with_its_epoch_and_with_its_client(server: SimpleNamespace) -> None:
+def test_a_long_poll_ends_with_its_step_and_with_its_client(server: SimpleNamespace) -> None:
     with Connection(server.unix) as gone:
         gone.send(POLL)
         wait_until(lambda: in_flight(server.tcp) == 1)
     wait_until(lambda: in_flight(server.tcp) == 0)
     with client(server.path) as other, ThreadPoolExecutor(1) as thread:
-        epoch = other.get("/v1/buffers/open").json()["epoch"]
-        waits = thread.submit(other.get, f"/v1/buffers/open/value?epoch={epoch}&timeout=30")
+        step = other.get("/v1/buffers/open").json()["step"]
+        waits = thread.submit(other.get, f"/v1/buffers/open/value?step={step}&timeout=30")
         wait_until(lambda: in_flight(server.tcp) == 1)
         other.post("/v1/buffers/open/accumulate", json={"gradient": [1, 2]}).raise_for_status()
         other.post("/v1/buffers/open/take").raise_for_status()

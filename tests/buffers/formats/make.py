@@ -83,7 +83,7 @@ ABSENT = [
     Call("POST", "/absent/accumulate?contributor=y", {"gradient": 1}),
     Call("POST", "/absent/take"),
 ]
-"""What stores of format 8 and later have besides: a contributor that was not in the last epoch."""
+"""What stores of format 8 and later have besides: a contributor that was not in the last step."""
 
 EXTRAS = {7: GRAPHS, 8: ABSENT}
 """What stores of a format and of all later ones have besides."""

@@ -15,12 +15,12 @@ from gradserve_client import (
     Conflict,
     ConnectionFailed,
     DuplicateContributor,
-    EpochGone,
-    EpochOpen,
     InvalidInput,
     KeyReused,
     NothingToAverage,
-    StaleEpoch,
+    StaleStep,
+    StepGone,
+    StepOpen,
 )
 from gradserve_client.arrays import GradientAccumulator
 
@@ -36,17 +36,17 @@ BATCHES = [(8, 1), (3, 2), (5, 3)]
 def test_micro_batches_are_as_one_batch(server: Client, run: str, library: Any) -> None:
     weights = model(library)
     worker = GradientAccumulator(weights, server, run=run)
-    for epoch in range(2):
+    for step in range(2):
         gradients = [gradient(weights, size, seed) for size, seed in BATCHES]
         for number, ((size, _), one) in enumerate(zip(BATCHES, gradients, strict=True)):
             pushed = worker.push(one, weight=size)
-            assert (pushed.epoch, pushed.count, pushed.closed, pushed.replayed) == (epoch, number + 1, False, False)
+            assert (pushed.step, pushed.count, pushed.closed, pushed.replayed) == (step, number + 1, False, False)
         found = worker.pull()
         assert_close(found, mean(gradients, [8, 3, 5]))
         assert type(found["dense"]["bias"]) is type(weights["dense"]["bias"])
-        assert worker.epoch == epoch + 1
+        assert worker.step == step + 1
         assert worker.pulled is not None
-        assert (worker.pulled.epoch, worker.pulled.count, worker.pulled.weight) == (epoch, 3, 16)
+        assert (worker.pulled.step, worker.pulled.count, worker.pulled.weight) == (step, 3, 16)
     names = {one.name.removeprefix(f"{run}.") for one in server.buffers.list(run)}
     assert {name for name in names if "::" not in name} == {"dense.kernel", "dense.bias"}
 
@@ -68,7 +68,7 @@ def test_sums_in_place_of_means(server: Client, run: str) -> None:
     assert worker.pull().tolist() == [5, 13]
 
 
-def test_an_epoch_without_weight_has_no_gradients(server: Client, run: str) -> None:
+def test_an_step_without_weight_has_no_gradients(server: Client, run: str) -> None:
     worker = GradientAccumulator(model(), server, run=run, quorum=2)
     worker.push(None, weight=0)
     worker.push(full(model(), math.nan), weight=0)
@@ -123,16 +123,16 @@ def test_workers_that_are_late_missing_or_too_eager(server: Client, run: str) ->
     with pytest.raises(DuplicateContributor):
         fast.push(np.ones(1))
     fast._timeout = 0.05
-    with pytest.raises(EpochOpen) as caught:
+    with pytest.raises(StepOpen) as caught:
         fast.pull()
     assert caught.value.missing == ("rank1",)
     fast.set_rules(quorum=1)
     assert fast.pull().tolist() == [1]
-    with pytest.raises(StaleEpoch, match=r"pull\(\) fetches its mean"):
+    with pytest.raises(StaleStep, match=r"pull\(\) fetches its mean"):
         slow.push(np.ones(1))
     fast.push(np.ones(1))
     fast.pull()
-    with pytest.raises(EpochGone, match="broadcast_parameters"):
+    with pytest.raises(StepGone, match="broadcast_parameters"):
         slow.pull()
 
 
@@ -143,7 +143,7 @@ def test_different_scales_are_noticed(server: Client, run: str) -> None:
     for worker in workers:
         with pytest.raises(Conflict, match="different scales"):
             worker.pull()
-        assert worker.epoch == 1
+        assert worker.step == 1
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
@@ -152,12 +152,12 @@ def test_weights_that_cancel(server: Client, run: str, reduce: Any) -> None:
     worker.push({"a": np.full(1, 1.0), "b": None})
     worker.push({"a": np.full(1, 10.0), "b": None}, weight=-1)
     if reduce == "mean":
-        with pytest.raises(NothingToAverage, match="weights of epoch 0 sum to 0"):
+        with pytest.raises(NothingToAverage, match="weights of step 0 sum to 0"):
             worker.pull()
     else:
         found = worker.pull()
         assert (found["a"].tolist(), found["b"]) == ([-9], None)
-    assert worker.epoch == 1
+    assert worker.step == 1
 
 
 def test_runs_do_not_mix(server: Client, run: str) -> None:
@@ -192,7 +192,7 @@ def test_a_restarted_trainer_repeats_its_pushes(one_or_three: Client, run: str) 
 def test_a_restarted_trainer_with_other_gradients_learns_that_its_push_counts(server: Client, run: str) -> None:
     trainer(server, run).push(gradient(model(), 4, 1))
     worker = trainer(server, run)
-    with pytest.raises(KeyReused, match="push 0 of epoch 0 before.*that push counts"):
+    with pytest.raises(KeyReused, match="push 0 of step 0 before.*that push counts"):
         worker.push(gradient(model(), 4, 2))
     assert worker.push(gradient(model(), 4, 3)).count == 2
 
@@ -203,7 +203,7 @@ def test_a_worker_that_comes_later_needs_the_weights_of_the_run(server: Client, 
     worker.pull()
     state = worker.state_dict()
     late = trainer(server, run)
-    with pytest.raises(Conflict, match="in epoch 1, and this worker has not got its weights"):
+    with pytest.raises(Conflict, match="in step 1, and this worker has not got its weights"):
         late.push(gradient(model(), 4, 2))
     late.load_state_dict(state)
     assert late.push(gradient(model(), 4, 2)).count == 1
@@ -255,7 +255,7 @@ def test_a_push_that_does_not_wait(url: str, run: str, library: Any) -> None:
         assert_close(worker.pull(), expected)
         worker.push(one, weight=0, wait=False)
         state = worker.state_dict()
-        assert (state["epoch"], state["pushes"]) == (1, 1)
+        assert (state["step"], state["pushes"]) == (1, 1)
 
 
 @LIBRARIES

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from gradserve_client import Client, EpochOpen, InvalidInput
+from gradserve_client import Client, InvalidInput, StepOpen
 from gradserve_client.arrays import GradientAccumulator
 
 from tests.clients.arrays.training import LIBRARIES, full, gradient, model, same
@@ -62,14 +62,14 @@ def test_a_late_worker_continues_with_the_others(server: Client, run: str, libra
         waiting = threads.submit(late.broadcast_parameters, model(library, seed=1), send=False)
         assert first.broadcast_parameters(weights, send=True) is weights
         assert same(waiting.result(20), weights)
-    assert late.epoch == first.epoch == 3
+    assert late.step == first.step == 3
     late.push(gradient(weights, 4, 7))
     assert same(first.pull(), late.pull())
 
 
 def test_nobody_sends(server: Client, run: str) -> None:
     worker = GradientAccumulator(model(), server, run=run, timeout=0.05)
-    with pytest.raises(EpochOpen, match="Nobody has sent the parameters of epoch 0"):
+    with pytest.raises(StepOpen, match="Nobody has sent the parameters of step 0"):
         worker.broadcast_parameters(full(model(), 0), send=False)
 
 

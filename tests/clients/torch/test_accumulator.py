@@ -17,12 +17,12 @@ from gradserve_client import (
     Client,
     Conflict,
     ConnectionFailed,
-    EpochGone,
-    EpochOpen,
     InvalidInput,
     KeyReused,
     NotFound,
-    StaleEpoch,
+    StaleStep,
+    StepGone,
+    StepOpen,
 )
 from gradserve_client.torch import GradientAccumulator
 from torch.nn import functional
@@ -37,17 +37,17 @@ def test_micro_batches_of_any_size_are_as_pytorch_accumulates_them(server: Clien
     model, steps = net(), [[(8, 1), (3, 2), (5, 3)], [(1, 4), (6, 5)]]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients = GradientAccumulator(model, server, run=run)
-    for epoch, batches in enumerate(steps):
+    for step, batches in enumerate(steps):
         expected = own(model, batches)
         for number, (size, seed) in enumerate(batches):
             backward(model, size, seed)
             pushed = gradients.push(weight=size)
             assert grads(model) == [None] * 4
-            assert (pushed.epoch, pushed.count, pushed.closed, pushed.replayed) == (epoch, number + 1, False, False)
+            assert (pushed.step, pushed.count, pushed.closed, pushed.replayed) == (step, number + 1, False, False)
         assert pushed.weight == sum(size for size, _ in batches)
         gradients.pull()
         assert_close(grads(model), expected)
-        assert gradients.epoch == epoch + 1
+        assert gradients.step == step + 1
         optimizer.step()
         optimizer.zero_grad()
     names = {one.name.removeprefix(f"{run}.") for one in server.buffers.list(run)}
@@ -177,7 +177,7 @@ def test_small_gradients_do_not_vanish_in_half_precision(server: Client, run: st
         model.x.grad = torch.full_like(model.x, one)
         gradients.push()
     gradients.pull()
-    assert server.buffers[f"{run}.x"].value(epoch=0).item() == 1032
+    assert server.buffers[f"{run}.x"].value(step=0).item() == 1032
     assert model.x.grad.dtype == torch.bfloat16
 
 
@@ -235,14 +235,14 @@ def test_a_pull_waits_for_all_pushes_and_can_be_repeated(server: Client, run: st
     first, second = [GradientAccumulator(one, server, run=run, quorum=2, timeout=0.05) for one in models]
     backward(models[0], 4, 1)
     assert not first.push().closed
-    with pytest.raises(EpochOpen, match="1 of 2") as caught:
+    with pytest.raises(StepOpen, match="1 of 2") as caught:
         first.pull()
     assert caught.value.context["count"] == 1
     backward(models[1], 4, 2)
     assert second.push().closed
     for worker in (first, second):
         worker.pull()
-        assert worker.epoch == 1
+        assert worker.step == 1
     assert same(grads(models[0]), grads(models[1]))
 
 
@@ -254,7 +254,7 @@ def test_a_late_push_is_refused_and_the_error_names_the_remedy(server: Client, r
     fast.push()
     fast.pull()
     late = grads(models[1])
-    with pytest.raises(StaleEpoch, match=r"pull\(\) fetches its mean"):
+    with pytest.raises(StaleStep, match=r"pull\(\) fetches its mean"):
         slow.push()
     assert grads(models[1]) == late
     slow.pull()
@@ -263,9 +263,9 @@ def test_a_late_push_is_refused_and_the_error_names_the_remedy(server: Client, r
         backward(models[0], 4, seed)
         fast.push()
         fast.pull()
-    with pytest.raises(EpochGone, match="too far behind"):
+    with pytest.raises(StepGone, match="too far behind"):
         slow.pull()
-    assert slow.epoch == 1
+    assert slow.step == 1
 
 
 def test_keep_says_how_far_behind_a_worker_may_be(server: Client, run: str) -> None:
@@ -306,7 +306,7 @@ def test_a_push_repeated_after_a_lost_answer_counts_once(url: str, run: str, wor
         transport.losing = False
         gradients.pull()
         assert_close(grads(model), expected)
-        assert server.buffers[f"{run}.0.weight"].info().epoch == gradients.epoch == 1
+        assert server.buffers[f"{run}.0.weight"].info().step == gradients.step == 1
 
 
 @pytest.fixture
@@ -359,9 +359,9 @@ def test_a_restarted_trainer_counts_once(server: Client, run: str) -> None:
 
     for replayed in (False, True):
         model.zero_grad()
-        backward(model, 4, 1)  # as in the first epoch, whose keys are others
+        backward(model, 4, 1)  # as in the first step, whose keys are others
         pushed = gradients.push(weight=4)
-        assert (pushed.epoch, pushed.count, pushed.replayed) == (1, 1, replayed)
+        assert (pushed.step, pushed.count, pushed.replayed) == (1, 1, replayed)
         model, gradients = trainer(server, run, start="any")
 
 
@@ -373,7 +373,7 @@ def test_a_restarted_trainer_with_other_gradients_learns_that_its_push_counts(se
 
     model, gradients = trainer(server, run)
     backward(model, 4, 7)
-    with pytest.raises(KeyReused, match="push 0 of epoch 0 before.*that push counts"):
+    with pytest.raises(KeyReused, match="push 0 of step 0 before.*that push counts"):
         gradients.push(weight=4)
     backward(model, 2, 2)
     assert gradients.push(weight=2).count == 2
@@ -381,7 +381,7 @@ def test_a_restarted_trainer_with_other_gradients_learns_that_its_push_counts(se
     assert_close(grads(model), expected)
 
 
-def test_a_trainer_continues_from_its_checkpoint_after_the_epoch_has_closed(server: Client, run: str) -> None:
+def test_a_trainer_continues_from_its_checkpoint_after_the_step_has_closed(server: Client, run: str) -> None:
     model, gradients = trainer(server, run, quorum=2)
     expected = own(model, [(4, 1), (2, 2)])
     backward(model, 4, 1)
@@ -391,9 +391,9 @@ def test_a_trainer_continues_from_its_checkpoint_after_the_epoch_has_closed(serv
     assert gradients.push(weight=2).closed
 
     model, gradients = trainer(server, run, quorum=2)
-    assert gradients.epoch == 1
+    assert gradients.step == 1
     gradients.load_state_dict(checkpoint)
-    assert gradients.epoch == 0
+    assert gradients.step == 0
     backward(model, 2, 2)
     pushed = gradients.push(weight=2)
     assert (pushed.replayed, pushed.closed, pushed.count) == (True, True, 2)
@@ -402,7 +402,7 @@ def test_a_trainer_continues_from_its_checkpoint_after_the_epoch_has_closed(serv
     assert server.buffers[f"{run}.0.weight"].info().count == 0
 
 
-def test_a_trainer_returns_to_an_older_checkpoint_in_a_new_epoch(server: Client, run: str) -> None:
+def test_a_trainer_returns_to_an_older_checkpoint_in_a_new_step(server: Client, run: str) -> None:
     model, gradients = trainer(server, run)
     for seed in (1, 2):
         backward(model, 4, seed)
@@ -461,7 +461,7 @@ def test_different_buffers_are_refused(server: Client, run: str) -> None:
     with pytest.raises(Conflict, match="quorum"):
         GradientAccumulator(net(), server, run=run, quorum=3)
     server.buffers[f"{run}.0.bias"].zero()
-    with pytest.raises(Conflict, match=r"0\.bias' is in epoch 1|0\.bias' in 1"):
+    with pytest.raises(Conflict, match=r"0\.bias' is in step 1|0\.bias' in 1"):
         GradientAccumulator(net(), server, run=run, quorum=2)
 
 
@@ -514,11 +514,11 @@ def test_a_layer_frozen_later_is_not_changed(server: Client, run: str) -> None:
 
 
 def test_a_pull_without_pushes_fails_at_once(server: Client, run: str) -> None:
-    with pytest.raises(EpochOpen, match="0"):
+    with pytest.raises(StepOpen, match="0"):
         GradientAccumulator(net(), server, run=run).pull()
 
 
-def test_a_worker_whose_epoch_another_client_closed_gets_stale_epoch(server: Client, run: str) -> None:
+def test_a_worker_whose_step_another_client_closed_gets_stale_step(server: Client, run: str) -> None:
     model = net()
     first = GradientAccumulator(model, server, run=run)
     server.buffers.zero(prefix=f"{run}.")
@@ -526,9 +526,9 @@ def test_a_worker_whose_epoch_another_client_closed_gets_stale_epoch(server: Cli
     second = GradientAccumulator(model, server, run=run, start="any")
     second.push()
     backward(model, 2, 2)
-    with pytest.raises(StaleEpoch, match=r"its gradients do not count; catch_up\(\) goes on in the running epoch$"):
+    with pytest.raises(StaleStep, match=r"its gradients do not count; catch_up\(\) goes on in the running step$"):
         first.push()
-    with pytest.raises(StaleEpoch, match="without a quorum, only one worker may pull"):
+    with pytest.raises(StaleStep, match="without a quorum, only one worker may pull"):
         first.pull()
     assert (first.catch_up(), first.catch_up()) == (1, 1)
     assert first.push().count == 2
@@ -583,5 +583,5 @@ def test_the_example_in_its_docstring(server: Client) -> None:
 
 def test_an_accumulator_says_where_it_is(server: Client, run: str) -> None:
     named = GradientAccumulator(net(), server, run=run, worker="rank0")
-    assert repr(named) == f"GradientAccumulator('rank0', prefix='{run}.', epoch=0, server=Client({server.url!r}))"
+    assert repr(named) == f"GradientAccumulator('rank0', prefix='{run}.', step=0, server=Client({server.url!r}))"
     assert repr(GradientAccumulator(net(), server, run=run)).startswith(f"GradientAccumulator(prefix='{run}.'")

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from gradserve_client import Client, Conflict, ConnectionFailed, EpochOpen, InvalidInput
+from gradserve_client import Client, Conflict, ConnectionFailed, InvalidInput, StepOpen
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.torch.training import Watched, backward, net, same
@@ -45,7 +45,7 @@ def alike(model: Any, other: Any) -> bool:
 # ----- the broadcast of this call -----
 
 
-def test_a_receiver_waits_for_the_second_broadcast_of_an_epoch(server: Client, url: str, run: str) -> None:
+def test_a_receiver_waits_for_the_second_broadcast_of_an_step(server: Client, url: str, run: str) -> None:
     """It is faster than the sender, which loads a checkpoint in between."""
     sent, sender, model, receiver = pair(server, run)
     sender.broadcast_parameters(send=True)
@@ -83,7 +83,7 @@ def test_workers_send_by_turns(server: Client, run: str) -> None:
         assert alike(model, twin)
 
 
-def test_the_next_epoch_counts_its_broadcasts_from_the_first(server: Client, run: str) -> None:
+def test_the_next_step_counts_its_broadcasts_from_the_first(server: Client, run: str) -> None:
     sent, sender, model, receiver = pair(server, run, quorum=2)
     for _ in range(2):
         for _ in range(2):
@@ -100,7 +100,7 @@ def test_the_next_epoch_counts_its_broadcasts_from_the_first(server: Client, run
 # ----- the broadcast of an earlier job -----
 
 
-def test_parameters_do_not_begin_in_an_epoch_that_has_others(server: Client, run: str) -> None:
+def test_parameters_do_not_begin_in_an_step_that_has_others(server: Client, run: str) -> None:
     """A job dies in its first step, and is started again with another seed. The sender says what to do."""
     _, sender, _, receiver = pair(server, run)
     sender.broadcast_parameters(send=True)
@@ -108,7 +108,7 @@ def test_parameters_do_not_begin_in_an_epoch_that_has_others(server: Client, run
 
     for _ in range(2):
         _, sender, _, receiver = pair(server, run, (2, 3))
-        with pytest.raises(Conflict, match=r"Epoch 0 .* has begun with other parameters.*give another run=, or delete"):
+        with pytest.raises(Conflict, match=r"Step 0 .* has begun with other parameters.*give another run=, or delete"):
             sender.broadcast_parameters(send=True)
     server.buffers.delete(prefix=sender.prefix)
     sent, sender, model, receiver = pair(server, run, (2, 3))
@@ -117,16 +117,16 @@ def test_parameters_do_not_begin_in_an_epoch_that_has_others(server: Client, run
     assert alike(model, sent)
 
 
-def test_parameters_do_not_begin_in_an_epoch_that_has_pushes(server: Client, run: str) -> None:
+def test_parameters_do_not_begin_in_an_step_that_has_pushes(server: Client, run: str) -> None:
     model, dead, _, sender = pair(server, run, quorum=3)
     backward(model, 4, 1)
     dead.push()
-    with pytest.raises(Conflict, match=r"Epoch 0 .* has begun with other parameters"):
+    with pytest.raises(Conflict, match=r"Step 0 .* has begun with other parameters"):
         sender.broadcast_parameters(send=True)
     assert server.buffers[f"{run}.0.weight"].info().count == 1
 
 
-def test_a_worker_with_the_runs_parameters_sends_them_in_every_epoch(server: Client, run: str) -> None:
+def test_a_worker_with_the_runs_parameters_sends_them_in_every_step(server: Client, run: str) -> None:
     """Also beside pushes, and after a restart with its state."""
     model, _, _, other = pair(server, run, quorum=3)
     worker = joined(model, server, run, worker="0", quorum=3)
@@ -165,7 +165,7 @@ def waits(server: Client, transport: Watched, run: str) -> None:
 
     transport.refuses = note
     transport.sent.clear()
-    with pytest.raises(EpochOpen, match="Nobody has sent the parameters of epoch"):
+    with pytest.raises(StepOpen, match="Nobody has sent the parameters of step"):
         receiver.broadcast_parameters(send=False)
     assert 0.5 >= asked[0]
     assert asked == sorted({*asked}, reverse=True)
@@ -259,7 +259,7 @@ def test_which_tensors_share_memory(server: Client, run: str, tensor: Any, share
         worker.broadcast_parameters(send=True)
 
 
-def test_parameters_do_not_begin_after_an_epoch_that_closed(server: Client, run: str) -> None:
+def test_parameters_do_not_begin_after_an_step_that_closed(server: Client, run: str) -> None:
     """The sender of a run is killed, and started again with the same command. After a zero it begins."""
     sent, sender, model, receiver = pair(server, run, quorum=2)
     sender.broadcast_parameters(send=True)
@@ -269,7 +269,7 @@ def test_parameters_do_not_begin_after_an_epoch_that_closed(server: Client, run:
     receiver.pull()
     again = joined(net(5), server, run, quorum=2)
     with pytest.raises(
-        Conflict, match=r"Epoch 1 .* has begun with other parameters.*broadcast_parameters\(send=False\)"
+        Conflict, match=r"Step 1 .* has begun with other parameters.*broadcast_parameters\(send=False\)"
     ):
         again.broadcast_parameters(send=True)
     shift(model)

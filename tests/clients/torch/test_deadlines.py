@@ -1,11 +1,11 @@
-"""Workers that are slow, dead, late or gone: epochs end by their rules, and say who was in them. Runs come and go."""
+"""Workers that are slow, dead, late or gone: steps end by their rules, and say who was in them. Runs come and go."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from gradserve_client import Client, DuplicateContributor, EpochOpen, InvalidInput, StaleEpoch
+from gradserve_client import Client, DuplicateContributor, InvalidInput, StaleStep, StepOpen
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.torch.training import assert_close, backward, grads, net, own, same
@@ -29,10 +29,10 @@ def workers(server: Client, run: str, number: int, **options: Any) -> list[tuple
 
 
 @pytest.mark.parametrize("request_bytes", [None, 400], ids=["one request", "many requests"])
-def test_an_epoch_ends_without_a_dead_and_without_a_slow_worker(
+def test_an_step_ends_without_a_dead_and_without_a_slow_worker(
     server: Client, run: str, request_bytes: int | None
 ) -> None:
-    """Of four workers one never pushes, and one pushes after the deadline. The next epoch has its quorum."""
+    """Of four workers one never pushes, and one pushes after the deadline. The next step has its quorum."""
     expected = {"contributors": ["rank0", "rank1", "rank2", "rank3"]}
     rules = {"quorum": 3, "deadline_seconds": DEADLINE_SECONDS, "min_count": 2, "request_bytes": request_bytes}
     several = workers(server, run, 3, **rules, **expected)
@@ -42,16 +42,16 @@ def test_an_epoch_ends_without_a_dead_and_without_a_slow_worker(
         worker.push(weight=4 - 2 * number)
     for model, worker in several[:2]:
         pulled = worker.pull()
-        assert (pulled.epoch, pulled.count, pulled.weight, pulled.closed_by) == (0, 2, 6.0, "deadline")
+        assert (pulled.step, pulled.count, pulled.weight, pulled.closed_by) == (0, 2, 6.0, "deadline")
         assert pulled.contributors == {"rank0": 1, "rank1": 1}
         assert_close(grads(model), mean)
 
     slow_model, slow = several[2]
     backward(slow_model, 3, 2)
-    with pytest.raises(StaleEpoch, match="do not count; if it has closed, pull"):
+    with pytest.raises(StaleStep, match="do not count; if it has closed, pull"):
         slow.push(weight=3)
     pulled = slow.pull()
-    assert (pulled.contributors, pulled.closed_by, slow.epoch) == ({"rank0": 1, "rank1": 1}, "deadline", 1)
+    assert (pulled.contributors, pulled.closed_by, slow.step) == ({"rank0": 1, "rank1": 1}, "deadline", 1)
     assert_close(grads(slow_model), mean)
 
     for info in server.buffers.list(slow.prefix):
@@ -69,7 +69,7 @@ def test_a_deadline_without_a_quorum_waits_for_min_count(server: Client, run: st
     (first, one), (second, two) = workers(server, run, 2, timeout=0.2, **rules)
     backward(first, 4, 1)
     assert not one.push().closed
-    with pytest.raises(EpochOpen, match="whose count is 1"):
+    with pytest.raises(StepOpen, match="whose count is 1"):
         one.pull()
     backward(second, 4, 2)
     assert two.push().closed
@@ -78,19 +78,19 @@ def test_a_deadline_without_a_quorum_waits_for_min_count(server: Client, run: st
         assert (pulled.closed_by, pulled.count, pulled.contributors) == ("deadline", 2, {"rank0": 1, "rank1": 1})
 
 
-def test_an_open_epoch_names_the_workers_that_are_missing(server: Client, run: str) -> None:
+def test_an_open_step_names_the_workers_that_are_missing(server: Client, run: str) -> None:
     names = ["rank0", "rank1", "rank2"]
     ((model, worker),) = workers(server, run, 1, timeout=0, quorum=3, contributors=names)
     backward(model, 4, 1)
     worker.push()
-    with pytest.raises(EpochOpen, match="rank1 and rank2 are missing") as caught:
+    with pytest.raises(StepOpen, match="rank1 and rank2 are missing") as caught:
         worker.pull()
     assert caught.value.missing == ("rank1", "rank2")
     infos = [info for info in server.buffers.list(worker.prefix) if not info.name.endswith("::start")]
     assert {info.missing for info in infos} == {("rank1", "rank2")}
 
 
-def test_a_smaller_quorum_ends_an_epoch_that_a_dead_worker_holds_up(server: Client, run: str) -> None:
+def test_a_smaller_quorum_ends_an_step_that_a_dead_worker_holds_up(server: Client, run: str) -> None:
     several = workers(server, run, 3, quorum=3)[:2]
     for model, worker in several:
         backward(model, 4, 1)
@@ -102,9 +102,9 @@ def test_a_smaller_quorum_ends_an_epoch_that_a_dead_worker_holds_up(server: Clie
         pulled = worker.pull()
         assert (pulled.closed_by, pulled.contributors) == ("quorum", {"rank0": 1, "rank1": 1})
     ((_, later),) = workers(server, run, 1, quorum=2)
-    assert later.epoch == 1
+    assert later.step == 1
     ((_, old),) = workers(server, run, 1, quorum=3)
-    assert old.epoch == 1
+    assert old.step == 1
     assert {info.quorum for info in server.buffers.list(worker.prefix)} == {1, 2}
 
 
@@ -131,7 +131,7 @@ def test_a_limit_of_pushes_of_a_worker(server: Client, run: str) -> None:
     worker.push()
     backward(model, 4, 2)
     before = grads(model)
-    with pytest.raises(DuplicateContributor, match="'rank0' has added 1 gradient to epoch 0"):
+    with pytest.raises(DuplicateContributor, match="'rank0' has added 1 gradient to step 0"):
         worker.push()
     assert_close(grads(model), before)
     backward(other, 4, 3)
@@ -191,11 +191,11 @@ def test_a_worker_leaves_and_the_quorum_follows(server: Client, run: str, reques
     assert {info.quorum for info in infos} == {2}
 
 
-def test_whether_epochs_close_by_themselves_stays(server: Client, run: str) -> None:
+def test_whether_steps_close_by_themselves_stays(server: Client, run: str) -> None:
     _, closing = accumulator(server, run, quorum=3)
     _, taking = accumulator(server, f"{run}-x")
     for worker, rules in ((closing, {"quorum": None}), (taking, {"deadline_seconds": 3.0})):
-        with pytest.raises(InvalidInput, match="whether epochs close by themselves"):
+        with pytest.raises(InvalidInput, match="whether steps close by themselves"):
             worker.set_rules(**rules)
     closing.set_rules(quorum=None, quorum_weight=7.0)
     assert {info.quorum_weight for info in server.buffers.list(run) if info.name.endswith("::tally")} == {7.0, None}

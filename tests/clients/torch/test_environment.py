@@ -31,7 +31,7 @@ def test_rules_follow_from_the_number_of_workers(
     assert (info.quorum, info.contributors, info.deadline_seconds, info.min_count) == (workers, names, 120, least)
 
 
-def test_workers_of_the_environment_make_epochs(monkeypatch: pytest.MonkeyPatch, server: Client, run: str) -> None:
+def test_workers_of_the_environment_make_steps(monkeypatch: pytest.MonkeyPatch, server: Client, run: str) -> None:
     workers = []
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))

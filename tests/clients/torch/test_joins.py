@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradserve_client import Client, Conflict, EpochOpen
+from gradserve_client import Client, Conflict, StepOpen
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.torch.training import assert_close, backward, fill_with, grads, net, own, same
@@ -29,7 +29,7 @@ def joined(model: Any, server: Client, run: str, rank: int, **options: Any) -> G
 def step(*workers: tuple[Any, GradientAccumulator]) -> None:
     """Let these workers push, pull and train, each on its own batch."""
     for number, (model, worker) in enumerate(workers):
-        backward(model, 4, 10 * worker.epoch + number)
+        backward(model, 4, 10 * worker.step + number)
         worker.push(weight=4)
     for model, worker in workers:
         worker.pull()
@@ -44,7 +44,7 @@ def pair(server: Client, run: str, **options: Any) -> list[tuple[Any, GradientAc
 
 
 def counts(server: Client, run: str) -> set[int]:
-    """Return the counts of the running epoch."""
+    """Return the counts of the running step."""
     return {info.count for info in server.buffers.list(run) if "::st" not in info.name}
 
 
@@ -57,7 +57,7 @@ def test_a_worker_without_the_runs_weights_is_refused_at_its_first_push(server: 
     backward(model, 4, 1)
     before = grads(model)
     ways = (
-        r"in epoch 1.*load_state_dict\(\).*broadcast_parameters\(send=False\).*start='any'.*run=.*"
+        r"in step 1.*load_state_dict\(\).*broadcast_parameters\(send=False\).*start='any'.*run=.*"
         rf"server\.buffers\.delete\(prefix='{run}\.'\)"
     )
     calls: list[Callable[[], object]] = [
@@ -73,7 +73,7 @@ def test_a_worker_without_the_runs_weights_is_refused_at_its_first_push(server: 
     assert counts(server, run) == {0}
     step(*both)
     assert late.pull().count == 2
-    with pytest.raises(Conflict, match="in epoch 2"):
+    with pytest.raises(Conflict, match="in step 2"):
         late.push()
 
 
@@ -111,8 +111,8 @@ def test_a_worker_may_say_that_it_cares_for_its_weights_itself(server: Client, r
     assert worker.push().count == 1
 
 
-def test_a_worker_that_was_there_in_epoch_0_may_be_late(server: Client, run: str) -> None:
-    """Also one whose first push comes after other epochs, and one that pushes several times."""
+def test_a_worker_that_was_there_in_step_0_may_be_late(server: Client, run: str) -> None:
+    """Also one whose first push comes after other steps, and one that pushes several times."""
     several = [*pair(server, run, quorum=2, keep=3), (third := net(), joined(third, server, run, 2, keep=3))]
     step(*several[:2])
     several[2][1].pull()
@@ -140,7 +140,7 @@ def test_a_state_of_another_run_is_refused(server: Client, run: str) -> None:
 # ----- a run that died, started again from nothing -----
 
 
-def test_a_run_that_died_in_an_epoch_gives_nothing_to_a_new_one(server: Client, run: str) -> None:
+def test_a_run_that_died_in_an_step_gives_nothing_to_a_new_one(server: Client, run: str) -> None:
     """Two of three have pushed, and all are started again. None can push until the run is deleted."""
 
     def start(seed: int) -> list[tuple[Any, GradientAccumulator]]:
@@ -296,13 +296,13 @@ def test_a_worker_with_its_old_arguments_follows_the_runs_rules(
 def test_a_worker_without_a_quorum_follows_a_run_that_has_one(
     server: Client, run: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its pull waits for the others, and does not close the epoch."""
+    """Its pull waits for the others, and does not close the step."""
     (model, worker), _ = pair(server, run, quorum=3)
     worker.set_rules(quorum=2)
     other = joined(net(), server, run, 1, quorum=None, timeout=0.05)
     backward(model, 4, 1)
     worker.push()
-    with pytest.raises(EpochOpen, match="1 of 2"):
+    with pytest.raises(StepOpen, match="1 of 2"):
         other.pull()
     assert "quorum is 2, not None" in caplog.text
 
@@ -322,10 +322,10 @@ def test_a_worker_that_leaves_means_out_lacks_the_runs_weights(server: Client, r
         step((model, fast))
     assert slow.catch_up() == 2
     if start == "any":
-        assert slow.push(weight=0).epoch == 2
+        assert slow.push(weight=0).step == 2
         return
-    with pytest.raises(Conflict, match="in epoch 2, and this worker has not got its weights"):
+    with pytest.raises(Conflict, match="in step 2, and this worker has not got its weights"):
         slow.push(weight=0)
     fast.broadcast_parameters(send=True)
     slow.broadcast_parameters(send=False)
-    assert slow.catch_up() == slow.push(weight=0).epoch == 2
+    assert slow.catch_up() == slow.push(weight=0).step == 2

@@ -38,14 +38,14 @@ def test_the_mean_is_that_of_all_pushes_also_after_a_restart(
 ) -> None:
     workers = [worker(one_or_three, run, rank, 3, **options) for rank in range(3)]
     states = [gradients.state_dict() for _, gradients in workers]
-    for epoch in range(2):
-        losses = [1 / (3 + rank + epoch) for rank in range(3)]
+    for step in range(2):
+        losses = [1 / (3 + rank + step) for rank in range(3)]
         for rank in (0, 1, 1, 2):  # rank1 is killed after its push, and makes it again
             if rank == 1:
                 workers[1] = worker(one_or_three, run, 1, 3, **options)
                 workers[1][1].load_state_dict(states[1])
             model, gradients = workers[rank]
-            backward(model, WEIGHTS[rank], 10 * epoch + rank)
+            backward(model, WEIGHTS[rank], 10 * step + rank)
             gradients.push(weight=WEIGHTS[rank], loss=losses[rank])
         found = [gradients.pull() for _, gradients in workers]
         assert {one.count for one in found} == {3}
@@ -55,8 +55,8 @@ def test_the_mean_is_that_of_all_pushes_also_after_a_restart(
         states = [gradients.state_dict() for _, gradients in workers]
     buffer = one_or_three.buffers[f"{run}.loss"]
     info = buffer.info()
-    assert (info.shape, info.dtype, info.keep, info.closed_epochs) == ((), "float64", 20, (0, 1))
-    assert buffer.value(epoch=1, reduce="mean") == found[0].loss
+    assert (info.shape, info.dtype, info.keep, info.closed_steps) == ((), "float64", 20, (0, 1))
+    assert buffer.value(step=1, reduce="mean") == found[0].loss
 
 
 @pytest.mark.parametrize(

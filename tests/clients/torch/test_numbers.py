@@ -59,11 +59,11 @@ def test_a_mean_of_weights_that_cancel_is_refused_in_every_worker(
     pushed(models[0], workers[0], [([1, 2], weight) for weight in weights])
     for model, worker in zip(models, workers, strict=True):
         fill_with(model, 7)
-        with pytest.raises(NothingToAverage, match="weights of epoch 0 sum to 0.*no mean.*reduce='sum'"):
+        with pytest.raises(NothingToAverage, match="weights of step 0 sum to 0.*no mean.*reduce='sum'"):
             worker.pull()
         assert values(model) == [None, None]
     pushed(models[0], workers[0], [([1, 2], 1)] * len(weights))
-    assert workers[1].pull().epoch == 1
+    assert workers[1].pull().step == 1
     assert values(models[1]) == [[1], [2]]
 
 

@@ -13,7 +13,7 @@ from unittest.mock import ANY
 import httpx
 import pytest
 import torch
-from gradserve_client import Client, ConnectionFailed, EpochOpen, KeyReused, NotFound, StaleEpoch
+from gradserve_client import Client, ConnectionFailed, KeyReused, NotFound, StaleStep, StepOpen
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.torch.training import Watched, assert_close, backward, fill_with, grads, net, own
@@ -100,7 +100,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call_and_the_push_sent_aga
         with pytest.raises(ConnectionFailed):
             call()
     gate.down = False
-    assert gradients.state_dict() == {"run": ANY, "epoch": 0, "pushes": 1}
+    assert gradients.state_dict() == {"run": ANY, "step": 0, "pushes": 1}
     assert gradients.pull().count == 1
     assert_close(grads(model), expected)
 
@@ -113,7 +113,7 @@ def test_a_late_push_is_forgotten_after_its_error(server: Client, run: str) -> N
     fast.pull()
     backward(models[1], 4, 1)
     slow.push(wait=False)
-    with pytest.raises(StaleEpoch, match=r"pull\(\) fetches its mean"):
+    with pytest.raises(StaleStep, match=r"pull\(\) fetches its mean"):
         slow.pull()
     slow.pull()
     assert_close(grads(models[1]), grads(models[0]))
@@ -128,7 +128,7 @@ def test_a_push_that_was_made_before_counts_and_is_forgotten(server: Client, run
         if seed == 1:
             expected = own(model, [(4, 1)])
             assert gradients.state_dict()["pushes"] == 1
-    with pytest.raises(KeyReused, match="push 0 of epoch 0 before"):
+    with pytest.raises(KeyReused, match="push 0 of step 0 before"):
         gradients.pull()
     gradients.pull()
     assert_close(grads(model), expected)
@@ -141,7 +141,7 @@ def test_a_push_that_cannot_succeed_is_forgotten(server: Client, run: str) -> No
     gradients.push(weight=0, wait=False)
     with pytest.raises(NotFound):
         gradients.state_dict()
-    assert gradients.state_dict() == {"run": ANY, "epoch": 0, "pushes": 0}
+    assert gradients.state_dict() == {"run": ANY, "step": 0, "pushes": 0}
 
 
 # ----- pushes that nobody asks about -----
@@ -178,7 +178,7 @@ def test_a_push_that_fails_at_the_end_of_a_script_is_heard(url: str, run: str) -
     assert returncode == 120
     assert output == "a handler of the program\n"
     assert errors.startswith(
-        "gradserve_client: Push 0 of epoch 0 failed in its thread: InvalidInput: The gradient would"
+        "gradserve_client: Push 0 of step 0 failed in its thread: InvalidInput: The gradient would"
     )
     assert errors.endswith("No later call of the accumulator asked for it\n")
     assert errors.count("\n") == 1
@@ -202,7 +202,7 @@ def test_a_push_that_fails_is_logged_at_once(
         gradients.pull()
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     text = record.getMessage()
-    assert text.startswith("Push 0 of epoch 0 failed in its thread: ConnectionFailed: ")
+    assert text.startswith("Push 0 of step 0 failed in its thread: ConnectionFailed: ")
 
 
 def test_a_push_of_another_worker_of_the_same_name(server: Client, run: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -217,10 +217,10 @@ def test_a_push_of_another_worker_of_the_same_name(server: Client, run: str, cap
     assert not caplog.records
     assert second.push().replayed
     (record,) = caplog.records
-    assert "push 0 of epoch 0 of 'rank0' from an earlier request" in record.getMessage()
-    with pytest.raises(EpochOpen, match="count is 1 of 2.*another worker may have the same name"):
+    assert "push 0 of step 0 of 'rank0' from an earlier request" in record.getMessage()
+    with pytest.raises(StepOpen, match="count is 1 of 2.*another worker may have the same name"):
         second.pull()
-    with pytest.raises(EpochOpen) as caught:
+    with pytest.raises(StepOpen) as caught:
         first.pull()
     assert "the same name" not in str(caught.value)
 

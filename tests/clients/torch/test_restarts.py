@@ -17,11 +17,11 @@ from tests.faults.servers import Server
 from tests.trainers import SECONDS, Trainer, script, with_length
 
 WORKERS = 3
-EPOCHS = 60
+STEPS = 60
 RATE = 0.02
-"""The optimizer's: the loss still falls in the last epoch."""
+"""The optimizer's: the loss still falls in the last step."""
 
-PULL = 'print("epoch", gradients.epoch, "loss", float(loss.detach()), flush=True); time.sleep(0.02); gradients.pull()'
+PULL = 'print("step", gradients.step, "loss", float(loss.detach()), flush=True); time.sleep(0.02); gradients.pull()'
 
 
 @pytest.fixture
@@ -32,20 +32,20 @@ def durable(tmp_path: Path) -> Iterator[Server]:
 
 
 def code(url: str) -> str:
-    """Return the README's script, which prints its loss in each epoch and its weights in the end."""
-    lines = with_length(script(), EPOCHS, RATE).replace("http://127.0.0.1:8000", url).replace("gradients.pull()", PULL)
+    """Return the README's script, which prints its loss in each step and its weights in the end."""
+    lines = with_length(script(), STEPS, RATE).replace("http://127.0.0.1:8000", url).replace("gradients.pull()", PULL)
     return f"{lines}\nprint('weights', model.weight.tolist(), flush=True)\n"
 
 
 def losses(printed: str) -> dict[int, float]:
-    """Return the loss of each epoch."""
-    return {int(epoch): float(loss) for epoch, loss in re.findall(r"^epoch (\d+) loss (\S+)$", printed, re.MULTILINE)}
+    """Return the loss of each step."""
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)$", printed, re.MULTILINE)}
 
 
-def until(trainer: Trainer, epoch: int) -> dict[int, float]:
-    """Wait until a worker is in this epoch. Return its losses."""
+def until(trainer: Trainer, step: int) -> dict[int, float]:
+    """Wait until a worker is in this step. Return its losses."""
     end = time.monotonic() + SECONDS
-    while (found := losses(trainer.printed())).keys() < {epoch} or max(found) < epoch:
+    while (found := losses(trainer.printed())).keys() < {step} or max(found) < step:
         assert time.monotonic() < end, trainer.printed()
         assert trainer.process.poll() is None, trainer.log.read_text()
         time.sleep(0.01)
@@ -64,7 +64,7 @@ def by_one_process() -> Any:
     labels = rows @ torch.tensor([[1.0], [-2.0], [0.5]])
     model = torch.nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for _ in range(EPOCHS):
+    for _ in range(STEPS):
         optimizer.zero_grad()
         (model(rows) - labels).square().mean().backward()
         optimizer.step()
@@ -80,7 +80,7 @@ def workers(durable: Server, tmp_path: Path) -> Iterator[list[Trainer]]:
 
 
 def test_a_worker_that_is_killed_and_started_again_goes_on(durable: Server, workers: list[Trainer]) -> None:
-    """Each is killed once, and the server, too. No epoch is repeated or left out, and all end with the same bits."""
+    """Each is killed once, and the server, too. No step is repeated or left out, and all end with the same bits."""
     for rank, worker in enumerate(workers):
         before = until(worker, 10 * (rank + 1))
         worker.die()
@@ -90,14 +90,14 @@ def test_a_worker_that_is_killed_and_started_again_goes_on(durable: Server, work
         after = until(worker, max(before) + 2)
         assert min(after) - max(before) in (0, 1)
         assert after[max(after)] < before[max(before)]
-        assert all(after[epoch] == before[epoch] for epoch in after.keys() & before.keys())
+        assert all(after[step] == before[step] for step in after.keys() & before.keys())
     printed = [worker.ends() for worker in workers]
-    assert {max(losses(one)) for one in printed} == {EPOCHS - 1}
+    assert {max(losses(one)) for one in printed} == {STEPS - 1}
     assert len({weights(one) for one in printed}) == 1
     torch.testing.assert_close(torch.tensor(ast.literal_eval(weights(printed[0]))), by_one_process())
     with Client(durable.url) as server:
         info = server.buffers["line.weight"].info()
-    assert (info.epoch, info.count) == (EPOCHS, 0)
+    assert (info.step, info.count) == (STEPS, 0)
 
 
 def test_a_worker_without_its_checkpoint_is_refused_and_the_others_wait(workers: list[Trainer], tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_worker_without_its_checkpoint_is_refused_and_the_others_wait(workers:
     kept = (tmp_path / "rank1.pt").rename(tmp_path / "kept.pt")
     workers[1].start()
     assert workers[1].process.wait(SECONDS) == 1
-    assert re.search(r"Conflict: This run is in epoch \d+.*load_state_dict\(\)", workers[1].log.read_text())
+    assert re.search(r"Conflict: This run is in step \d+.*load_state_dict\(\)", workers[1].log.read_text())
     kept.rename(tmp_path / "rank1.pt")
     workers[1].start()
     assert len({weights(worker.ends()) for worker in workers}) == 1

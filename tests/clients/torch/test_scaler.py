@@ -75,12 +75,12 @@ def test_different_scales_are_noticed_by_all(server: Client, run: str, reduce: A
 
     push([1024.0, scale])
     for worker, model in zip(workers, models, strict=True):
-        with pytest.raises(Conflict, match="epoch 0 had gradients of different scales.*update the scaler"):
+        with pytest.raises(Conflict, match="step 0 had gradients of different scales.*update the scaler"):
             worker.pull()
         assert grads(model) == [None] * 4
     push([scale, scale])
     for worker in workers:
-        assert worker.pull().epoch == 1
+        assert worker.pull().step == 1
 
 
 def test_a_push_of_weight_0_has_no_scale(server: Client, run: str) -> None:

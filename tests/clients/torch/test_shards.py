@@ -65,7 +65,7 @@ def test_three_servers_and_kills_give_the_bits_of_one(
     with Client([process.url for process in processes]) as server:
         found = train(server, run, processes)
         assert len({*server.places(run).values()}) == 3
-        assert {info.epoch for info in server.buffers.list(run) if not info.name.endswith("::start")} == {3}
+        assert {info.step for info in server.buffers.list(run) if not info.name.endswith("::start")} == {3}
     assert same(found, expected)
 
 
@@ -99,7 +99,7 @@ def test_buffers_stay_where_they_are_when_servers_are_added(urls: list[str], run
         backward(model, 4, 1)
         first.push(weight=4)
         state, places = first.state_dict(), few.places(run)
-        assert state == {"run": ANY, "epoch": 0, "pushes": 1, "shards": places}
+        assert state == {"run": ANY, "step": 0, "pushes": 1, "shards": places}
     with Client(urls) as more:
         second = GradientAccumulator(model, more, run=run, worker="0")
         assert more.places(run) == places
@@ -127,7 +127,7 @@ def test_a_state_says_where_the_buffers_are(urls: list[str], server: Client, run
             alone.load_state_dict({**state, "shards": dict.fromkeys(moved, old)})
 
 
-def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_epoch(urls: list[str], run: str) -> None:
+def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_step(urls: list[str], run: str) -> None:
     models, transport = [net(), net()], Watched()
     expected = own(models[0], [(4, 1), (2, 2)])
 
@@ -147,25 +147,25 @@ def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_epoch(ur
             workers[1].push(weight=2)
         assert caught.value.maybe_done
         transport.refuses = lambda request: False
-        assert {info.epoch for info in server.buffers.list(run)} == {0, 1}
+        assert {info.step for info in server.buffers.list(run)} == {0, 1}
 
         workers[1] = accumulator(1)
-        assert workers[1].epoch == 0
+        assert workers[1].step == 0
         assert workers[1].push(weight=2).closed
         for worker, model in zip(workers, models, strict=True):
             worker.pull()
             assert_close(grads(model), expected)
         assert same(grads(models[0]), grads(models[1]))
-        assert {info.epoch for info in server.buffers.list(run) if not info.name.endswith("::start")} == {1}
+        assert {info.step for info in server.buffers.list(run) if not info.name.endswith("::start")} == {1}
 
 
-@pytest.mark.parametrize(("name", "epochs"), [("0.weight", 2), ("0.bias", 1)], ids=["alone", "beside another"])
-def test_buffers_of_different_models_are_refused(server: Client, run: str, name: str, epochs: int) -> None:
-    """Servers may be an epoch apart, but not two, and the buffers of a server not at all."""
+@pytest.mark.parametrize(("name", "steps"), [("0.weight", 2), ("0.bias", 1)], ids=["alone", "beside another"])
+def test_buffers_of_different_models_are_refused(server: Client, run: str, name: str, steps: int) -> None:
+    """Servers may be a step apart, but not two, and the buffers of a server not at all."""
     GradientAccumulator(net(), server, run=run)
     places = server.places(run)
     assert places[f"{run}.0.bias"] == places[f"{run}.2.bias"]
-    for _ in range(epochs):
+    for _ in range(steps):
         server.buffers[f"{run}.{name}"].zero()
-    with pytest.raises(Conflict, match=rf"is in epoch 0, '.*{name}' in {epochs}; use another run"):
+    with pytest.raises(Conflict, match=rf"is in step 0, '.*{name}' in {steps}; use another run"):
         GradientAccumulator(net(), server, run=run)

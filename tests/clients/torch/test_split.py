@@ -10,16 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradserve_client import (
-    Client,
-    Conflict,
-    ConnectionFailed,
-    EpochOpen,
-    InvalidInput,
-    KeyReused,
-    StaleEpoch,
-    TooLarge,
-)
+from gradserve_client import Client, Conflict, ConnectionFailed, InvalidInput, KeyReused, StaleStep, StepOpen, TooLarge
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.torch.training import Watched, assert_close, fill_with, grads
@@ -80,14 +71,14 @@ def test_a_model_of_many_requests(urls: list[str], run: str, quorum: int | None,
         assert gradients.pull().count == 2
         assert_close(grads(model), [(3 * one + two) / 4 for one, two in zip(first, second, strict=True)])
         infos = [info for info in server.buffers.list(run) if not info.name.endswith("start")]
-        assert {(info.epoch, info.count, info.closed_epochs) for info in infos} == {(1, 0, (0,))}
+        assert {(info.step, info.count, info.closed_steps) for info in infos} == {(1, 0, (0,))}
 
 
 @pytest.mark.parametrize("done", range(1, 8))
 def test_a_worker_that_dies_between_requests_repeats_its_push(
     urls: list[str], server: Client, run: str, done: int
 ) -> None:
-    """The other worker has pushed before, so that the epoch closes with the push of this worker."""
+    """The other worker has pushed before, so that the step closes with the push of this worker."""
     models, transport = [wide(), wide()], Watched()
     expected = [fill(model, seed) for seed, model in enumerate(models)]
     other = accumulator(models[0], server, run, quorum=2, worker="0")
@@ -101,7 +92,7 @@ def test_a_worker_that_dies_between_requests_repeats_its_push(
     model = wide()
     fill(model, 1)
     again = accumulator(model, server, run, quorum=2, worker="1")
-    assert again.epoch == 0
+    assert again.step == 0
     again.load_state_dict(state)
     pushed = again.push(weight=3)
     assert (pushed.count, pushed.closed, pushed.replayed) == (2, True, False)
@@ -149,7 +140,7 @@ def test_one_push_counts_if_another_comes_after_it_broke_off(
         transport.refuses, transport.losing = lambda request: False, False
         second = fill(model, 2)
         if done == 8:
-            with pytest.raises(KeyReused, match="push 0 of epoch 0 before.*that push counts"):
+            with pytest.raises(KeyReused, match="push 0 of step 0 before.*that push counts"):
                 gradients.push()
         else:
             gradients.push()
@@ -158,8 +149,8 @@ def test_one_push_counts_if_another_comes_after_it_broke_off(
 
 
 def states(server: Client, run: str) -> set[tuple[int, int]]:
-    """Return the epochs and counts of the gradients' buffers."""
-    return {(info.epoch, info.count) for info in server.buffers.list(run) if not info.name.endswith("start")}
+    """Return the steps and counts of the gradients' buffers."""
+    return {(info.step, info.count) for info in server.buffers.list(run) if not info.name.endswith("start")}
 
 
 def layers(*values: float) -> Any:
@@ -221,7 +212,7 @@ def test_a_dead_workers_push_has_a_place_for_another(urls: list[str], server: Cl
             second.push()
         assert third.push().closed
         transport.left = 1 << 30
-        with pytest.raises(StaleEpoch, match="its gradients do not count; if it has closed, pull"):
+        with pytest.raises(StaleStep, match="its gradients do not count; if it has closed, pull"):
             second.push()
     for worker, model in [(first, models[0]), (third, models[2])]:
         assert worker.pull().contributors == {"0": 1, "2": 1}
@@ -239,11 +230,11 @@ def test_a_push_that_a_deadline_overtakes_counts_in_no_layer(urls: list[str], se
 
         def wait(request: Any) -> bool:
             if request.url.params.get("part") == "3":
-                server.buffers[f"{run}.0"].info(epoch=0, timeout=10)
+                server.buffers[f"{run}.0"].info(step=0, timeout=10)
             return False
 
         transport.refuses = wait
-        with pytest.raises(StaleEpoch, match="its gradients do not count"):
+        with pytest.raises(StaleStep, match="its gradients do not count"):
             slow.push()
         for worker, model in zip([fast, slow], models, strict=True):
             pulled = worker.pull()
@@ -252,7 +243,7 @@ def test_a_push_that_a_deadline_overtakes_counts_in_no_layer(urls: list[str], se
 
 
 def test_every_pull_has_whole_pushes(server: Client, run: str) -> None:
-    """A server of parameters pulls while others push. They go on in its next epoch."""
+    """A server of parameters pulls while others push. They go on in its next step."""
     model = layers(0, 0, 0, 0)
     puller = accumulator(model, server, run, reduce="sum", request_bytes=800)
     ended, counted = threading.Event(), list[int]()
@@ -265,23 +256,23 @@ def test_every_pull_has_whole_pushes(server: Client, run: str) -> None:
             try:
                 mine.push()
                 counted.append(rank)
-            except StaleEpoch:
-                before = mine.epoch
-                assert mine.catch_up() == mine.epoch > before
+            except StaleStep:
+                before = mine.step
+                assert mine.catch_up() == mine.step > before
 
     pulled = list[int]()
     with ThreadPoolExecutor(2) as threads:
         pushing = [threads.submit(push, rank) for rank in range(2)]
         try:
             while len(pulled) < 30:
-                with suppress(EpochOpen):
+                with suppress(StepOpen):
                     pulled.append(puller.pull().count)
                     assert len({*means(model)}) == 1
         finally:
             ended.set()
         for one in pushing:
             one.result(30)
-    with suppress(EpochOpen):
+    with suppress(StepOpen):
         pulled.append(puller.pull().count)
     assert sum(pulled) == len(counted) >= 30
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradserve_client import Client, Conflict, EpochOpen, InvalidInput
+from gradserve_client import Client, Conflict, InvalidInput, StepOpen
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.torch.training import backward, fill_with, grads, net, same, shard
@@ -62,7 +62,7 @@ def test_requests_of_another_size_are_refused(server: Client, run: str) -> None:
         joined(net(), server, run, request_bytes=100)
 
 
-def test_other_weights_are_refused_until_the_first_epoch_has_closed(server: Client, run: str) -> None:
+def test_other_weights_are_refused_until_the_first_step_has_closed(server: Client, run: str) -> None:
     model = net()
     first = joined(model, server, run, quorum=2)
     with pytest.raises(Conflict, match=r"began with other weights.*broadcast_parameters\(\)"):
@@ -70,7 +70,7 @@ def test_other_weights_are_refused_until_the_first_epoch_has_closed(server: Clie
     second = joined(net(), server, run, quorum=2)
     for worker in (first, second):
         worker.push(weight=0)
-    assert joined(net(seed=1), server, run, quorum=2).epoch == 1
+    assert joined(net(seed=1), server, run, quorum=2).step == 1
 
 
 def test_of_workers_that_start_at_once_one_is_first(url: str, run: str) -> None:
@@ -133,7 +133,7 @@ def test_a_late_worker_continues_with_the_others(server: Client, run: str) -> No
     model, optimizers = net(), []
     first = joined(model, server, run, quorum=1)
     optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
-    first.broadcast_parameters(send=True)  # of epoch 0, which nobody late may take
+    first.broadcast_parameters(send=True)  # of step 0, which nobody late may take
     for seed in range(3):
         backward(model, 4, seed)
         first.push()
@@ -146,7 +146,7 @@ def test_a_late_worker_continues_with_the_others(server: Client, run: str) -> No
         waiting = threads.submit(second.broadcast_parameters, send=False)
         first.broadcast_parameters(send=True)
         waiting.result(20)
-    assert second.epoch == first.epoch == 3
+    assert second.step == first.step == 3
     assert alike(late, model)
     backward(late, 4, 7)
     second.push()
@@ -155,7 +155,7 @@ def test_a_late_worker_continues_with_the_others(server: Client, run: str) -> No
     assert same(grads(model), grads(late))
 
 
-def test_a_worker_that_is_behind_goes_on_to_the_epoch_of_the_parameters(server: Client, run: str) -> None:
+def test_a_worker_that_is_behind_goes_on_to_the_step_of_the_parameters(server: Client, run: str) -> None:
     models = [net(), net()]
     fast, slow = [joined(model, server, run, quorum=1) for model in models]
     for seed in range(3):
@@ -165,7 +165,7 @@ def test_a_worker_that_is_behind_goes_on_to_the_epoch_of_the_parameters(server: 
         fast.pull()
         fast.broadcast_parameters(send=True)
     slow.broadcast_parameters(send=False)
-    assert (slow.epoch, slow.state_dict()["pushes"]) == (3, 0)
+    assert (slow.step, slow.state_dict()["pushes"]) == (3, 0)
     backward(models[1], 4, 1)
     assert slow.push().closed
 
@@ -173,7 +173,7 @@ def test_a_worker_that_is_behind_goes_on_to_the_epoch_of_the_parameters(server: 
 def test_parameters_that_nobody_sends(server: Client, run: str) -> None:
     model = net()
     worker = GradientAccumulator(model, server, run=run, timeout=0.05)
-    with pytest.raises(EpochOpen, match="Nobody has sent the parameters of epoch 0 or later within 0.05 seconds"):
+    with pytest.raises(StepOpen, match="Nobody has sent the parameters of step 0 or later within 0.05 seconds"):
         worker.broadcast_parameters(send=False)
     assert alike(model, net())
 

@@ -62,7 +62,7 @@ class AsyncBuffers:
         gradients: Mapping[str, TensorLike | Rows],
         *,
         weight: float = 1.0,
-        epoch: int | None = None,
+        step: int | None = None,
         overwrite: bool = False,
         do_update: bool = True,
         contributor: str | None = None,
@@ -78,7 +78,7 @@ class AsyncBuffers:
             bulk.accumulate(
                 gradients,
                 weight=weight,
-                epoch=epoch,
+                step=step,
                 overwrite=overwrite,
                 do_update=do_update,
                 contributor=contributor,
@@ -124,20 +124,18 @@ class AsyncBuffers:
         names: Collection[str] | None = None,
         *,
         prefix: str | None = None,
-        epoch: int | None = None,
+        step: int | None = None,
         reduce: Reduce = "sum",
         dtype: npt.DTypeLike | None = None,
         timeout: float = 0.0,
     ) -> dict[str, Array]:
         """Return the values by name, those of a server all of the same moment; see `Buffer.value`."""
-        return await self._runner.run(
-            bulk.value(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
-        )
+        return await self._runner.run(bulk.value(names, prefix, step=step, reduce=reduce, dtype=dtype, timeout=timeout))
 
     async def statistics(
         self, names: Collection[str] | None = None, *, prefix: str | None = None
     ) -> dict[str, Statistics | None]:
-        """Return the statistics by name, without histograms and epochs; see `Buffer.statistics`.
+        """Return the statistics by name, without histograms and steps; see `Buffer.statistics`.
 
         The server computes a bounded number at once. A buffer that it has not come to yet is None; one that has
         changed since has an earlier `version`. Ask again.
@@ -150,19 +148,19 @@ class AsyncBuffers:
         *,
         prefix: str | None = None,
         min_count: int = 0,
-        epoch: int | None = None,
+        step: int | None = None,
         timeout: float = 0.0,
         reduce: Reduce = "sum",
         dtype: npt.DTypeLike | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Taken]:
-        """Close the epochs, and return their receipts and values by name; see `Buffer.take`."""
+        """Close the steps, and return their receipts and values by name; see `Buffer.take`."""
         return await self._runner.run(
             bulk.take(
                 names,
                 prefix,
                 min_count=min_count,
-                epoch=epoch,
+                step=step,
                 timeout=timeout,
                 reduce=reduce,
                 dtype=dtype,
@@ -170,30 +168,30 @@ class AsyncBuffers:
             )
         )
 
-    async def close_epoch(
+    async def close_step(
         self,
         names: Collection[str] | None = None,
         *,
         prefix: str | None = None,
         min_count: int = 0,
-        epoch: int | None = None,
+        step: int | None = None,
         timeout: float = 0.0,
         idempotency_key: str | None = None,
     ) -> dict[str, Receipt]:
-        """Close the epochs as `take` does, and return their receipts by name without the values.
+        """Close the steps as `take` does, and return their receipts by name without the values.
 
-        So the epochs of a large model close at one moment. `value(epoch=...)` then reads them in pieces.
+        So the steps of a large model close at one moment. `value(step=...)` then reads them in pieces.
         """
         return await self._runner.run(
-            bulk.close_epoch(
-                names, prefix, min_count=min_count, epoch=epoch, timeout=timeout, idempotency_key=idempotency_key
+            bulk.close_step(
+                names, prefix, min_count=min_count, step=step, timeout=timeout, idempotency_key=idempotency_key
             )
         )
 
     async def zero(
         self, names: Collection[str] | None = None, *, prefix: str | None = None, idempotency_key: str | None = None
     ) -> dict[str, Receipt]:
-        """Discard the sums, and begin the next epochs; see `Buffer.zero`."""
+        """Discard the sums, and begin the next steps; see `Buffer.zero`."""
         key = as_key(idempotency_key)
         return await self._runner.run(bulk.on_several(names, prefix, "zero", answers.receipts, key=key))
 

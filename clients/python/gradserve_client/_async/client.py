@@ -90,11 +90,11 @@ class AsyncClient:
 
         Lists get the dtype that the operator's method in `ops` names first, mostly float32. `outputs` names the outputs
         to compute. `into` maps outputs to buffers: the server adds `weight` times the output to the buffer, and the
-        receipt takes the output's place. With `epoch`, it adds only while the buffer is in that epoch. The epoch lists
+        receipt takes the output's place. With `step`, it adds only while the buffer is in that step. The step lists
         the `contributor`.
 
         `set` maps outputs to buffers that they replace, all or none, and only if no input from a buffer has changed
-        meanwhile. The buffers "m.p.*" are a group. As an input, `server.buffers["m.g.*@16"]` is what epoch 16 of them
+        meanwhile. The buffers "m.p.*" are a group. As an input, `server.buffers["m.g.*@16"]` is what step 16 of them
         closed with: with `reduce="mean"` the means, after a wait of up to `timeout` seconds.
         """
         return await self._runner.run(

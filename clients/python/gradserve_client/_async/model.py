@@ -17,7 +17,7 @@ from gradserve_client._wire import files, graphs
 from gradserve_client._wire.arguments import as_contributor, as_name
 from gradserve_client._wire.calls import Input, Inputs
 from gradserve_client._wire.tensors import Array, TensorLike
-from gradserve_client.errors import EpochGone, InvalidInput, KeyReused, StaleEpoch, explained
+from gradserve_client.errors import InvalidInput, KeyReused, StaleStep, StepGone, explained
 from gradserve_client.graph_models import GraphInfo, MicroBatch, Step
 from gradserve_client.models import BufferRules, BufferSpec
 
@@ -49,7 +49,7 @@ class AsyncModel:
         self._buffers = AsyncBuffers(runner)
         self._info: GraphInfo | None = None
         self._run: training.Run | None = None
-        self._epoch = self._number = 0
+        self._step = self._number = 0
         self._kept: set[str] = set()
 
     def __repr__(self) -> str:
@@ -63,7 +63,7 @@ class AsyncModel:
     @property
     def step(self) -> int:
         """The number of steps that are done, as far as this worker knows; 0 before `start`, which asks the server."""
-        return self._epoch if self._run is None else self._run.first + self._epoch
+        return self._step if self._run is None else self._run.first + self._step
 
     def join(
         self,
@@ -77,7 +77,7 @@ class AsyncModel:
     ) -> AsyncModel:
         """Return the model of a worker in this run. Without it, the run has the graph's name, and a single worker.
 
-        A micro-batch that the `worker` repeats after a restart counts once. A step ends when its epoch has the `quorum`
+        A micro-batch that the `worker` repeats after a restart counts once. A step ends when its step has the `quorum`
         of micro-batches, or by the other rules of buffers, such as `deadline_seconds`; without any, the worker that
         calls `optim_step` ends it. `timeout` is how long that waits. If the run exists, its own rules stay.
         """
@@ -125,7 +125,7 @@ class AsyncModel:
         names = [name for name in found if name == f"{self._prefix}::first"]
         first = await self._buffers.value(names) if names else {}
         self._run = training.joined(self._prefix, info, found, self._worker, self._sender, first)
-        self._kept, self._epoch, self._number = {*found}, training.epochs_done(self._prefix, info, found), 0
+        self._kept, self._step, self._number = {*found}, training.steps_done(self._prefix, info, found), 0
         return self.step
 
     async def _begin(self, info: GraphInfo, weights: Mapping[str, TensorLike] | None) -> None:
@@ -158,11 +158,11 @@ class AsyncModel:
         those that have counted do not count again, and have the same loss. After an error the same call counts once.
         """
         run = await self._joined()
-        call = run.micro_batch(tensors, self._epoch, self._number, weight, outputs)
+        call = run.micro_batch(tensors, self._step, self._number, weight, outputs)
         try:
             batch = await self._runner.run(call)
-        except StaleEpoch as error:
-            if error.context.get("epoch", self._epoch) < self._epoch:
+        except StaleStep as error:
+            if error.context.get("step", self._step) < self._step:
                 raise explained(error, "Others than the run's steps have written over its parameters") from None
             batch = MicroBatch(step=self.step, counted=False)
         except KeyReused as error:
@@ -178,30 +178,30 @@ class AsyncModel:
 
         `optimizer` is AdamWOptimizer or SGDOptimizerV2, and `attributes` are those of the operator. All workers give
         the same. With `max_norm`, gradients of a larger norm are scaled to it. Waits for the quorum, or closes the
-        epoch where nothing else does.
+        step where nothing else does.
 
-        Raises `EpochOpen` after `timeout` seconds, `KeyReused` if another worker gave other arguments, and
+        Raises `StepOpen` after `timeout` seconds, `KeyReused` if another worker gave other arguments, and
         `NothingToAverage` if the weights sum to zero.
         """
-        run, epoch = await self._joined(), self._epoch
+        run, step = await self._joined(), self._step
         missing = {name: spec for name, spec in run.moments(optimizer).items() if name not in self._kept}
         if missing:
             await self._buffers.create_many(missing)
             self._kept |= missing.keys()
         ended = await self._ended(run)
         try:
-            for call in run.before_step(epoch, max_norm):
+            for call in run.before_step(step, max_norm):
                 await self._runner.run(call)
-            results = await self._runner.run(run.optimizer_step(optimizer, epoch, lr, max_norm is not None, attributes))
-        except EpochGone:  # others have done this step so long ago that the server does not know its key
+            results = await self._runner.run(run.optimizer_step(optimizer, step, lr, max_norm is not None, attributes))
+        except StepGone:  # others have done this step so long ago that the server does not know its key
             await self.start()
-            if self._epoch <= epoch:
+            if self._step <= step:
                 raise
-            return Step(step=run.first + epoch, replayed=True)
+            return Step(step=run.first + step, replayed=True)
         except KeyReused as error:
             raise explained(error, "All workers of a run give optim_step the same arguments") from None
-        self._epoch, self._number = epoch + 1, 0
-        return training.step_of(run.first + epoch, results, ended)
+        self._step, self._number = step + 1, 0
+        return training.step_of(run.first + step, results, ended)
 
     async def parameters(self) -> dict[str, Array]:
         """Return the parameters by name, all of the same step."""
@@ -230,13 +230,13 @@ class AsyncModel:
         return self._run
 
     async def _ended(self, run: training.Run) -> Any:
-        """Wait for the end of the epoch, or end it. Return its mean loss and receipt, None if they are gone."""
-        epoch = self._epoch
+        """Wait for the end of the step, or end it. Return its mean loss and receipt, None if they are gone."""
+        step = self._step
         if not run.closes_itself:
-            with suppress(StaleEpoch):
-                await self._buffers.close_epoch(
-                    run.summed, min_count=1, epoch=epoch, idempotency_key=run.key("close", epoch)
+            with suppress(StaleStep):
+                await self._buffers.close_step(
+                    run.summed, min_count=1, step=step, idempotency_key=run.key("close", step)
                 )
-        with suppress(EpochGone):
-            return await self._runner.run(run.mean_loss(epoch, self._timeout))
+        with suppress(StepGone):
+            return await self._runner.run(run.mean_loss(step, self._timeout))
         return None

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradserve_client._cli.options import Contributor, Epoch, Key, Tensor, Weight
+from gradserve_client._cli.options import Contributor, Key, Step, Tensor, Weight
 from gradserve_client._cli.output import print_json, receipt_json, receipt_line
 from gradserve_client._cli.session import Session
 from gradserve_client._wire import files
@@ -25,7 +25,7 @@ def add(
         str | None, typer.Option(metavar="PREFIX", help="What the buffers' names have before the tensors' names.")
     ] = None,
     weight: Weight = 1.0,
-    epoch: Epoch = None,
+    step: Step = None,
     contributor: Contributor = None,
     key: Key = None,
 ) -> None:
@@ -34,7 +34,7 @@ def add(
     The rows NAME/rows at NAME/indices are the sparse gradient NAME.
     """
     session: Session = ctx.obj
-    options: Any = {"weight": weight, "epoch": epoch, "contributor": contributor, "idempotency_key": key}
+    options: Any = {"weight": weight, "step": step, "contributor": contributor, "idempotency_key": key}
     if name is None:
         raise typer.BadParameter("give FILE, or NAME and FILE")
     if file is None:

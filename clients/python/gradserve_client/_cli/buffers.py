@@ -13,13 +13,13 @@ import typer
 from gradserve_client._cli.adding import add
 from gradserve_client._cli.options import (
     All,
-    Epoch,
     File,
     Key,
     Name,
     Output,
     Prefix,
     SomeName,
+    Step,
     Tensor,
     Wait,
     check_chosen,
@@ -76,11 +76,11 @@ def list_(
     if session.as_json:
         print_json([asdict(info) for info in infos])
         return
-    numbers = ["epoch", "count", "weight", "size"]
+    numbers = ["step", "count", "weight", "size"]
     columns = ["name", "shape", "dtype", *numbers, *LATE_COLUMNS]
     rows = [
         [
-            *(info.name, shape(info.shape), info.dtype, str(info.epoch), count(info), f"{info.weight:g}"),
+            *(info.name, shape(info.shape), info.dtype, str(info.step), count(info), f"{info.weight:g}"),
             *(size(info.bytes), *late(info)),
         ]
         for info in infos
@@ -92,14 +92,14 @@ def list_(
 def show(
     ctx: typer.Context,
     name: Name,
-    epoch: Annotated[int | None, typer.Option(help="Show the receipt of this closed epoch instead.")] = None,
+    step: Annotated[int | None, typer.Option(help="Show the receipt of this closed step instead.")] = None,
     timeout: Wait = 0.0,
 ) -> None:
-    """Show the metadata of a buffer and what is staged for it, or who was in a closed epoch and what closed it."""
+    """Show the metadata of a buffer and what is staged for it, or who was in a closed step and what closed it."""
     session: Session = ctx.obj
     with session.server() as server:
         buffer = server.buffers[name]
-        found = buffer.info() if epoch is None else buffer.info(epoch=epoch, timeout=timeout)
+        found = buffer.info() if step is None else buffer.info(step=step, timeout=timeout)
         parts = staged_for(server, name) if isinstance(found, BufferInfo) else []
     if isinstance(found, Receipt):
         if session.as_json:
@@ -123,7 +123,7 @@ def get(
     ctx: typer.Context,
     name: Name,
     output: Output = None,
-    epoch: Annotated[int | None, typer.Option(help="A closed epoch instead of the running one.")] = None,
+    step: Annotated[int | None, typer.Option(help="A closed step instead of the running one.")] = None,
     reduce: Reducing = Reduction.sum,
     dtype: Annotated[str | None, typer.Option(help="The dtype of the value, by default the buffer's.")] = None,
     timeout: Wait = 0.0,
@@ -131,7 +131,7 @@ def get(
     """Fetch the value. Without -o, print it, or the corners of a large one."""
     session: Session = ctx.obj
     with session.server() as server, files.writing(output) as write:
-        value = server.buffers[name].value(epoch=epoch, reduce=_reduce(reduce), dtype=dtype, timeout=timeout)
+        value = server.buffers[name].value(step=step, reduce=_reduce(reduce), dtype=dtype, timeout=timeout)
         write({name: value})
     if session.as_json:
         print_json({"name": name, **tensor_json(value, data=output is None)})
@@ -146,7 +146,7 @@ def put(
     file: File,
     tensor: Tensor = None,
     make: Annotated[bool, typer.Option("--create", help="Create the buffer if it does not exist.")] = False,
-    epoch: Epoch = None,
+    step: Step = None,
     key: Key = None,
 ) -> None:
     """Replace the sum by a tensor of a file, which then counts as the only gradient."""
@@ -154,12 +154,12 @@ def put(
     def change(buffer: Buffer) -> Receipt:
         gradient = files.read_one(file, tensor)
         try:
-            return buffer.accumulate(gradient, overwrite=True, epoch=epoch, idempotency_key=key)
+            return buffer.accumulate(gradient, overwrite=True, step=step, idempotency_key=key)
         except NotFound:
             if not make:
                 raise
         buffer.create(gradient.shape, dtype=gradient.dtype)
-        return buffer.accumulate(gradient, overwrite=True, epoch=epoch, idempotency_key=key)
+        return buffer.accumulate(gradient, overwrite=True, step=step, idempotency_key=key)
 
     _change(ctx, name, change)
 
@@ -171,7 +171,7 @@ app.command("save")(save)
 
 @app.command()
 def zero(ctx: typer.Context, name: Name, key: Key = None) -> None:
-    """Discard the sum, and begin the next epoch."""
+    """Discard the sum, and begin the next step."""
     _change(ctx, name, lambda buffer: buffer.zero(idempotency_key=key))
 
 
@@ -181,21 +181,21 @@ def take(
     name: Name,
     output: Output = None,
     min_count: Annotated[int, typer.Option(help="The number of gradients to wait for.")] = 0,
-    epoch: Annotated[int | None, typer.Option(help="Take it only if the buffer is in this epoch.")] = None,
+    step: Annotated[int | None, typer.Option(help="Take it only if the buffer is in this step.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the gradients.")] = 0.0,
     reduce: Reducing = Reduction.sum,
     key: Key = None,
 ) -> None:
-    """Close the epoch, and fetch its value. Without -o, print it, or the corners of a large one."""
+    """Close the step, and fetch its value. Without -o, print it, or the corners of a large one."""
     session: Session = ctx.obj
     with session.server() as server, files.writing(output) as write:
         taken = server.buffers[name].take(
-            min_count=min_count, epoch=epoch, timeout=timeout, reduce=_reduce(reduce), idempotency_key=key
+            min_count=min_count, step=step, timeout=timeout, reduce=_reduce(reduce), idempotency_key=key
         )
         try:
             write({name: taken.value})
         except OSError as error:
-            hint = f"the server still has the value: gradserve-client buffers get {name} --epoch {taken.epoch}"
+            hint = f"the server still has the value: gradserve-client buffers get {name} --step {taken.step}"
             raise OSError(error.errno, f"{error.strerror}; {hint}", error.filename) from error
     if session.as_json:
         print_json({**receipt_json(taken), "value": tensor_json(taken.value, data=output is None)})
@@ -213,7 +213,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     key: Key = None,
 ) -> None:
-    """Remove a buffer, or all with a prefix: their values and their closed epochs. On a terminal, ask first."""
+    """Remove a buffer, or all with a prefix: their values and their closed steps. On a terminal, ask first."""
     session: Session = ctx.obj
     check_chosen(name, prefix, everything)
     asks = not yes and sys.stdin.isatty()
@@ -235,7 +235,7 @@ def rm(
 def _question(infos: Sequence[BufferInfo]) -> str:
     if len(infos) == 1:
         (info,) = infos
-        return f"Remove {info.name}, {info.dtype} {shape(info.shape)}, epoch {info.epoch}, count {info.count}?"
+        return f"Remove {info.name}, {info.dtype} {shape(info.shape)}, step {info.step}, count {info.count}?"
     named = f", from {infos[0].name} to {infos[-1].name}" if infos else ""
     return f"Remove {buffers_text(len(infos))}{named}?"
 

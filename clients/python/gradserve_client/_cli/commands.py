@@ -138,7 +138,7 @@ def run(
         list[str] | None, typer.Option("--from", metavar="INPUT:BUFFER", help="Read an input from a buffer.")
     ] = None,
     weight: Annotated[float | None, typer.Option(help="The factor of outputs added to buffers, by default 1.")] = None,
-    epoch: Annotated[int | None, typer.Option(help="Add only while the buffers are in this epoch.")] = None,
+    step: Annotated[int | None, typer.Option(help="Add only while the buffers are in this step.")] = None,
     contributor: Contributor = None,
     key: Key = None,
 ) -> None:
@@ -160,7 +160,7 @@ def run(
             outputs=None if outputs is None else outputs.split(","),
             into=targets,
             weight=weight,
-            epoch=epoch,
+            step=step,
             contributor=contributor,
             idempotency_key=key,
         )

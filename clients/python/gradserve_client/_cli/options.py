@@ -41,32 +41,30 @@ Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="Write the value to this safetensors, .npz or .npy file."),
 ]
-Epoch = Annotated[int | None, typer.Option(help="Change it only while the buffer is in this epoch.")]
+Step = Annotated[int | None, typer.Option(help="Change it only while the buffer is in this step.")]
 Weight = Annotated[float, typer.Option(help="The factor of the gradient.")]
-Contributor = Annotated[str | None, typer.Option(metavar="NAME", help="Who adds. The epoch lists the name.")]
-Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the epoch to close.")]
+Contributor = Annotated[str | None, typer.Option(metavar="NAME", help="Who adds. The step lists the name.")]
+Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the step to close.")]
 Key = Annotated[
     str | None, typer.Option(metavar="KEY", help="A repetition with the same key counts once. New by default.")
 ]
 
 RULES: dict[str, Any] = {
-    "quorum": Annotated[int | None, typer.Option(help="The number of gradients that closes an epoch.")],
-    "quorum_weight": Annotated[float | None, typer.Option(help="The sum of the weights that closes an epoch.")],
+    "quorum": Annotated[int | None, typer.Option(help="The number of gradients that closes a step.")],
+    "quorum_weight": Annotated[float | None, typer.Option(help="The sum of the weights that closes a step.")],
     "deadline_seconds": Annotated[
         float | None,
-        typer.Option(
-            "--deadline", metavar="SECONDS", help="The time after its first gradient at which an epoch closes."
-        ),
+        typer.Option("--deadline", metavar="SECONDS", help="The time after its first gradient at which a step closes."),
     ],
     "min_count": Annotated[
-        int | None, typer.Option(help="The number of gradients without which the deadline closes no epoch.")
+        int | None, typer.Option(help="The number of gradients without which the deadline closes no step.")
     ],
     "contributors": Annotated[
         list[str] | None,
-        typer.Option("--contributor", metavar="NAME", help="A contributor that each epoch expects. May be repeated."),
+        typer.Option("--contributor", metavar="NAME", help="A contributor that each step expects. May be repeated."),
     ],
     "per_contributor": Annotated[
-        int | None, typer.Option(help="The number of gradients that an epoch takes of each contributor.")
+        int | None, typer.Option(help="The number of gradients that a step takes of each contributor.")
     ],
     "ttl_seconds": Annotated[
         float | None, typer.Option("--ttl", metavar="SECONDS", help="The time from the last change to deletion.")

@@ -80,7 +80,7 @@ def count(info: BufferInfo) -> str:
 
 
 def late(info: BufferInfo) -> list[str]:
-    """Return when the deadline of the epoch ends, and who is missing, as text. In an empty epoch nobody is late yet."""
+    """Return when the deadline of the step ends, and who is missing, as text. In an empty step nobody is late yet."""
     missing = info.missing if info.count and info.missing else ()
     return ["" if info.deadline_at is None else time(info.deadline_at), named(missing)]
 
@@ -113,7 +113,7 @@ def print_info(info: BufferInfo, pushes: Sequence[StagedPush] | None = None) -> 
         "shape": shape(info.shape),
         "dtype": info.dtype,
         "size": size(info.bytes),
-        "epoch": str(info.epoch),
+        "step": str(info.step),
         "count": count(info),
         "weight": f"{info.weight:g}" + ("" if info.quorum_weight is None else f" of {info.quorum_weight:g}"),
         "contributors": f"{contributors(info.contributors_in)}; {_most(info.per_contributor)} of each",
@@ -124,7 +124,7 @@ def print_info(info: BufferInfo, pushes: Sequence[StagedPush] | None = None) -> 
         "nonfinite": info.nonfinite,
         "max norm": "none" if info.max_norm is None else f"{info.max_norm:g}",
         "keep": str(info.keep),
-        "closed epochs": ", ".join(map(str, info.closed_epochs)) or "none",
+        "closed steps": ", ".join(map(str, info.closed_steps)) or "none",
         **({} if pushes is None else {"staged": _staged(pushes)}),
         "created": time(info.created_at),
         "updated": time(info.updated_at),
@@ -158,7 +158,7 @@ def time(seconds: float) -> str:
 
 def receipt_line(receipt: Receipt) -> str:
     """Return a receipt for people, as a line."""
-    line = f"{receipt.name}: epoch {receipt.epoch}, count {receipt.count}, weight {receipt.weight:g}"
+    line = f"{receipt.name}: step {receipt.step}, count {receipt.count}, weight {receipt.weight:g}"
     closed = f", closed by {receipt.closed_by}" if receipt.closed_by else ", closed" * receipt.closed
     return line + closed + ", done before" * receipt.replayed
 

@@ -14,7 +14,7 @@ from gradserve_client._cli.session import Server, Session
 from gradserve_client.errors import NotFound
 from gradserve_client.models import StagedPush
 
-_OPTIONAL = ["epoch", "contributor", "refused"]
+_OPTIONAL = ["step", "contributor", "refused"]
 
 
 def staged_for(server: Server, name: str) -> Sequence[StagedPush]:
@@ -36,11 +36,11 @@ def pushes(
     if session.as_json:
         print_json([asdict(push) for push in found])
         return
-    numbers = ["buffers", "size", "weight", "epoch"]
+    numbers = ["buffers", "size", "weight", "step"]
     rows = [
         [
             *(push.push, f"{len(push.staged)} of {push.parts}", str(push.count), size(push.bytes), f"{push.weight:g}"),
-            *("" if push.epoch is None else str(push.epoch), push.contributor or "", time(push.expires_at)),
+            *("" if push.step is None else str(push.step), push.contributor or "", time(push.expires_at)),
             push.refused or "",
         ]
         for push in found

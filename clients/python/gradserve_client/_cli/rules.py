@@ -38,7 +38,7 @@ def create(
     dims: Annotated[str, typer.Argument(metavar="SHAPE", help="30000,256 or 30000x256, or [] for a scalar.")],
     rules: Any,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32",
-    keep: Annotated[int, typer.Option(help="The number of closed epochs that the server keeps.")] = 1,
+    keep: Annotated[int, typer.Option(help="The number of closed steps that the server keeps.")] = 1,
     nonfinite: Annotated[
         Nonfinite, typer.Option(help="Allow or reject gradients that are infinite or NaN.")
     ] = Nonfinite.allow,
@@ -53,7 +53,7 @@ def create(
     if session.as_json:
         print_json(asdict(info))
     else:
-        typer.echo(f"{name}: {info.dtype} {shape(info.shape)}, epoch {info.epoch}, count {count(info)}")
+        typer.echo(f"{name}: {info.dtype} {shape(info.shape)}, step {info.step}, count {count(info)}")
 
 
 @takes_rules
@@ -66,7 +66,7 @@ def set_rules(
     unset: Annotated[list[Rule] | None, typer.Option(help="Take this rule away. Repeat it for more.")] = None,
     key: Key = None,
 ) -> None:
-    """Change rules of a buffer, or of all with a prefix. An epoch that fulfils a new rule already closes at once."""
+    """Change rules of a buffer, or of all with a prefix. A step that fulfils a new rule already closes at once."""
     session: Session = ctx.obj
     check_chosen(name, prefix, everything)
     for rule in unset or ():
@@ -89,7 +89,7 @@ def set_rules(
         print_json([receipt_json(receipt) for receipt in receipts.values()])
     else:
         changed, closed = ([one for one in receipts.values() if getattr(one, what)] for what in ("updated", "closed"))
-        typer.echo(f"changed {len(changed)} of {buffers_text(len(receipts))}; epochs closed: {len(closed)}")
+        typer.echo(f"changed {len(changed)} of {buffers_text(len(receipts))}; steps closed: {len(closed)}")
 
 
 def _dims(text: str) -> list[int]:

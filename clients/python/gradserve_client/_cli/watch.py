@@ -21,12 +21,12 @@ from gradserve_client.buffers import Buffers
 from gradserve_client.errors import NotFound
 from gradserve_client.models import BufferInfo, Statistics
 
-_NUMBERS = ["epoch", "count", "weight", "norm", "adds/s"]
+_NUMBERS = ["step", "count", "weight", "norm", "adds/s"]
 _OPTIONAL = [*LATE_COLUMNS, "state"]
 COLUMNS = ["name", "shape", "dtype", *_NUMBERS, *_OPTIONAL]
 
 _LATE_SHARE = 0.25
-"""The share of a deadline that is left when an epoch is late, as on the page."""
+"""The share of a deadline that is left when a step is late, as on the page."""
 
 _CLOCK_SECONDS = 2.0
 """Seconds that the clocks may seem to differ by: a server writes its time once a second, without fractions."""
@@ -105,7 +105,7 @@ def _state(info: BufferInfo, sums: Statistics | None, now: float) -> str:
 
 
 def _lacks(info: BufferInfo) -> bool:
-    """Whether the epoch has a quorum, and has not got that much."""
+    """Whether the step has a quorum, and has not got that much."""
     shares = [(info.count, info.quorum), (info.weight, info.quorum_weight)]
     wanted = [(part, whole) for part, whole in shares if whole is not None]
     return bool(wanted) and all(part < whole for part, whole in wanted)
@@ -115,7 +115,7 @@ def _rate(info: BufferInfo, before: tuple[float, BufferInfo] | None, now: float)
     if before is None or before[1].created_at != info.created_at:
         return None
     then, last = before
-    closings = info.epoch - last.epoch if info.quorum is None else 0  # a take or a zero is no add
+    closings = info.step - last.step if info.quorum is None else 0  # a take or a zero is no add
     return max(info.version - last.version - closings, 0) / (now - then)
 
 
@@ -126,7 +126,7 @@ def _json(row: Row) -> dict[str, Any]:
 def _cells(row: Row) -> list[str]:
     info, norm, rate, state = row
     return [
-        *(info.name, shape(info.shape), info.dtype, str(info.epoch), count(info), f"{info.weight:g}"),
+        *(info.name, shape(info.shape), info.dtype, str(info.step), count(info), f"{info.weight:g}"),
         *("" if norm is None else f"{norm:.4g}", "" if rate is None else f"{rate:.3g}"),
         *late(info),
         state,

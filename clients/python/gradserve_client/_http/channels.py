@@ -17,7 +17,7 @@ from gradserve_client.errors import InvalidInput
 T = TypeVar("T")
 
 _LIMITS = httpx.Limits(max_keepalive_connections=MOST_IDLE)
-"""No limit of connections in use: calls that wait for an epoch must not delay the call that would close it."""
+"""No limit of connections in use: calls that wait for a step must not delay the call that would close it."""
 
 
 def channel(requests: Requests, transport: httpx.BaseTransport | None) -> Channel:

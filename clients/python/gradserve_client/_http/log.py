@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from gradserve_client._http.words import place_of, waiting
-from gradserve_client.errors import EpochOpen, GradserveError
+from gradserve_client.errors import GradserveError, StepOpen
 
 logger = logging.getLogger("gradserve_client")
 logger.addHandler(logging.NullHandler())  # else Python would print to stderr in a program without logging
@@ -27,11 +27,11 @@ class Log:
             self._is_failing = True
             logger.warning("%s at %s: %s; trying again for up to %.0f s", what, self._url, error.detail, seconds)
 
-    def waits(self, error: EpochOpen, seconds: float) -> None:
-        """Say what a call waits for, after `seconds`: `waiting for rank3 for 31 s: epoch 7 has 3 of 4 (exp1 at a)`."""
+    def waits(self, error: StepOpen, seconds: float) -> None:
+        """Say what a call waits for, after `seconds`: `waiting for rank3 for 31 s: step 7 has 3 of 4 (exp1 at a)`."""
         known = error.context
         count, wanted = known.get("count", 0), known.get("min_count", known.get("quorum"))
-        has = f"epoch {known.get('epoch')} has {count}{'' if wanted is None else f' of {wanted}'}"
+        has = f"step {known.get('step')} has {count}{'' if wanted is None else f' of {wanted}'}"
         place = " at ".join(filter(None, [place_of(known.get("buffer", "")), self._url]))
         words = waiting(error.missing, count, wanted, seconds)
         logger.warning("%s: %s (%s)", words, has if "count" in known else error.detail, place)

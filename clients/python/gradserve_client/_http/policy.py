@@ -20,7 +20,7 @@ import httpx
 from gradserve_client._http.log import Log
 from gradserve_client._http.outcomes import REQUEST_ID, Answer, Outcome, error_for, is_retryable, leaves_doubt, result
 from gradserve_client._http.words import WAITING_SECONDS
-from gradserve_client.errors import EpochOpen, GradserveError, ServerFailed, mistaken
+from gradserve_client.errors import GradserveError, ServerFailed, StepOpen, mistaken
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Call(Generic[T]):
     key: str | None = None
     """The idempotency key, if the call changes anything. All attempts have the same key and the same body."""
     wait: float = 0.0
-    """Seconds that the server may wait for an epoch."""
+    """Seconds that the server may wait for a step."""
     is_retried: bool = True
     """Whether the client tries again after a failure."""
     buffers: Collection[str] | None = ()
@@ -158,7 +158,7 @@ def steps_of(
         again = is_retryable(outcome, error)
         if not again:
             log.answered()
-        if isinstance(error, EpochOpen) and (now := time.monotonic()) < poll_end:
+        if isinstance(error, StepOpen) and (now := time.monotonic()) < poll_end:
             failures = 0
             if now - logged >= WAITING_SECONDS:
                 logged = now
@@ -198,7 +198,7 @@ def _delay(failures: int, error: GradserveError) -> float:
 
 
 def _seconds(number: float) -> float:
-    """Return the seconds to wait for an epoch. Raises `InvalidInput` unless they are finite, and 0 or more."""
+    """Return the seconds to wait for a step. Raises `InvalidInput` unless they are finite, and 0 or more."""
     with suppress(OverflowError):
         if isinstance(number, numbers.Real) and 0 <= (seconds := float(number)) < math.inf:
             return seconds

@@ -1,4 +1,4 @@
-"""The words about an epoch that waits: the log, the command line and the page at `/` have the same."""
+"""The words about a step that waits: the log, the command line and the page at `/` have the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WITHIN = re.compile(r"(tally|\d+|[0-9a-f]{32})(::|$)")
 
 
 def waiting(missing: Sequence[str], count: int, quorum: float | None, seconds: float, otherwise: str = "") -> str:
-    """Return for whom an epoch waits, and how long: `waiting for rank2 and rank5 for 40 s`.
+    """Return for whom a step waits, and how long: `waiting for rank2 and rank5 for 40 s`.
 
     If nobody knows who is missing, it waits for `1 of 3`, or without a quorum for what `otherwise` says.
     """

@@ -24,11 +24,11 @@ from gradserve_client._runs.sums import Sums
 from gradserve_client._wire.arguments import check_choice
 from gradserve_client._wire.specs import Reduce, rules_json
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, EpochGone, EpochOpen, InvalidInput, NothingToAverage, explained, mistaken
+from gradserve_client.errors import Conflict, InvalidInput, NothingToAverage, StepGone, StepOpen, explained, mistaken
 from gradserve_client.models import BufferRules, Pulled, Pushed
 
 MOST_PUSHES = 10**9
-"""Pushes of a worker in an epoch, by default: the most that the server allows, so micro-batches need no limit."""
+"""Pushes of a worker in a step, by default: the most that the server allows, so micro-batches need no limit."""
 
 M = TypeVar("M")
 """The model as the framework has it."""
@@ -69,17 +69,17 @@ class Accumulator(Generic[M, D]):
         `run`                the name of the run; another run takes another name
         `prefix`             what the names of the buffers begin with, by default the run and a dot
         `worker`             the worker's own name: a push that it repeats after a restart then counts once
-        `quorum`             the number of pushes that closes an epoch
-        `keep`               the number of closed epochs that can be pulled
+        `quorum`             the number of pushes that closes a step
+        `keep`               the number of closed steps that can be pulled
         `timeout`            the seconds that `pull` waits
-        `start`              "same": weights are compared in epoch 0, and come from the run later; "any": as you care
+        `start`              "same": weights are compared in step 0, and come from the run later; "any": as you care
         `reduce`             "mean" or "sum": what `pull` sets
         `unused`             "none" or "zeros": the gradient of a parameter that nobody had a gradient for
         `wire_dtype`         float16 or bfloat16: how gradients travel unless that makes one infinite
         `request_bytes`      the bytes of a request at most, alike in all workers: 64 MiB, or half of the server's limit
         `loss`               whether each push has a loss, alike in all workers: `pull` gives the mean of the losses
         `ttl_seconds`        how long after its last change the server deletes a buffer: longer than any pause
-        `per_contributor`    the number of pushes that an epoch takes of each worker, by default any
+        `per_contributor`    the number of pushes that a step takes of each worker, by default any
         `nonfinite`, others  the other rules of the buffers: docs/buffers.md. None is the server's default
         ===================  ===========================================================================================
         """
@@ -104,13 +104,13 @@ class Accumulator(Generic[M, D]):
         self._first = first = FirstWorker(server, self._prefix, run, self._model, request_bytes, given, has_loss=loss)
         first.check_form()
         self._open(places)
-        epoch, count = self._sums.position()
-        if start == "same" and epoch == 0:
+        step, count = self._sums.position()
+        if start == "same" and step == 0:
             first.check_start(has_pushes=count > 0)
-        self._joining = Joining(first, self._prefix, epoch, cares=start == "any")
-        self._pushes = Pushes(self._sums, worker, epoch, new_run(self._prefix))
-        self._calls = epoch, 0
-        """The calls of `broadcast_parameters` in an epoch."""
+        self._joining = Joining(first, self._prefix, step, cares=start == "any")
+        self._pushes = Pushes(self._sums, worker, step, new_run(self._prefix))
+        self._calls = step, 0
+        """The calls of `broadcast_parameters` in a step."""
         self._new_broadcast = partial(Broadcast, server, self._prefix, request_bytes, ttl_seconds)
 
     @classmethod
@@ -119,7 +119,7 @@ class Accumulator(Generic[M, D]):
 
         Each argument of the class may be given. Those that are not follow from the two variables. Worker 1 of 4 gets
         `worker="rank1"`, `quorum=4`, `contributors=["rank0", "rank1", "rank2", "rank3"]`, `deadline_seconds=120` and
-        `min_count=2`. So each worker pushes once in an epoch, which waits two minutes for a worker that is started
+        `min_count=2`. So each worker pushes once in a step, which waits two minutes for a worker that is started
         again, and then goes on if at least half of the pushes are in. For 3 pushes of each, give `quorum=12`.
 
         Raises `InvalidInput` if a variable is missing or wrong.
@@ -149,7 +149,7 @@ class Accumulator(Generic[M, D]):
 
     def __repr__(self) -> str:
         worker = "" if self._worker is None else f"{self._worker!r}, "
-        return f"{type(self).__name__}({worker}prefix={self._prefix!r}, epoch={self.epoch}, server={self._server!r})"
+        return f"{type(self).__name__}({worker}prefix={self._prefix!r}, step={self.step}, server={self._server!r})"
 
     @property
     def prefix(self) -> str:
@@ -157,9 +157,9 @@ class Accumulator(Generic[M, D]):
         return self._prefix
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the next push and pull."""
-        return self._pushes.epoch
+    def step(self) -> int:
+        """The step of the next push and pull."""
+        return self._pushes.step
 
     def _push(
         self, gradients: Mapping[str, Any], weight: float, scale: float, loss: Loss, *, wait: bool
@@ -167,7 +167,7 @@ class Accumulator(Generic[M, D]):
         """Add `weight` times the gradients to the sums, and `weight` times the loss."""
         if not 0 < scale < math.inf:
             raise mistaken("scale", f"is {scale}, but must be finite and above 0")
-        self._joining.check(self.epoch)
+        self._joining.check(self.step)
         own = loss_of(loss, weight, is_wanted=self._loss is not None)
         numbers, used = self._model.numbers(gradients, weight)
         if self._loss is not None:
@@ -179,32 +179,32 @@ class Accumulator(Generic[M, D]):
         return None
 
     def _pull(self, use: Callable[[Summed], T]) -> tuple[Pulled, T]:
-        """Return the epoch and what `use` makes of its sums or means, and begin the next epoch."""
+        """Return the step and what `use` makes of its sums or means, and begin the next step."""
         self._pushes.wait()
         try:
-            summed = self._sums.pull(self.epoch, self._reduce, self._timeout)
-        except EpochGone as error:
+            summed = self._sums.pull(self.step, self._reduce, self._timeout)
+        except StepGone as error:
             raise explained(
                 error,
                 "This worker is too far behind to catch up: take the weights of another, with broadcast_parameters",
             ) from None
-        except EpochOpen as error:
+        except StepOpen as error:
             if self._pushes.doubt is None:
                 raise
             raise explained(error, self._pushes.doubt) from None
         if summed.weights_cancel or not summed.has_one_scale:
             summed.values.clear()
         used = use(summed)
-        pulled = Pulled.of(self.epoch, summed.receipts, summed.loss)
-        self._pushes.begin(self.epoch + 1)
+        pulled = Pulled.of(self.step, summed.receipts, summed.loss)
+        self._pushes.begin(self.step + 1)
         if summed.weights_cancel:
             raise NothingToAverage(
-                f"The weights of epoch {pulled.epoch} sum to 0, so the gradients of its {pulled.count} pushes have no"
+                f"The weights of step {pulled.step} sum to 0, so the gradients of its {pulled.count} pushes have no"
                 " mean: use weights above 0, or reduce='sum'"
             )
         if not summed.has_one_scale:
             raise Conflict(
-                f"The pushes of epoch {pulled.epoch} had gradients of different scales, so they have no mean: update"
+                f"The pushes of step {pulled.step} had gradients of different scales, so they have no mean: update"
                 " the scaler of every worker after the same pulls"
             )
         return pulled, used
@@ -212,56 +212,56 @@ class Accumulator(Generic[M, D]):
     def set_rules(self, **rules: Unpack[BufferRules]) -> None:
         """Change these of the rules of all buffers, those of a server at one moment.
 
-        None takes a rule away. If the running epoch fulfils a new rule already, it closes at once. One worker calls
+        None takes a rule away. If the running step fulfils a new rule already, it closes at once. One worker calls
         this for all. Workers that join or restart later follow, whatever rules they give, and warn in the log. Raises
-        `InvalidInput` for rules that say whether epochs close by themselves: every worker relies on that.
+        `InvalidInput` for rules that say whether steps close by themselves: every worker relies on that.
         """
         self._pushes.wait()
         self._sums.set_rules(rules)
 
     def catch_up(self) -> int:
-        """Go on in the epoch that the run is in, without the gradients of those before, and return it.
+        """Go on in the step that the run is in, without the gradients of those before, and return it.
 
-        A worker that only pushes calls this after `StaleEpoch`, when another has pulled. What it has pushed in the
-        running epoch still counts. With a quorum or a deadline, a worker that leaves means out needs the run's weights
-        before its next push, as a worker that comes after epoch 0.
+        A worker that only pushes calls this after `StaleStep`, when another has pulled. What it has pushed in the
+        running step still counts. With a quorum or a deadline, a worker that leaves means out needs the run's weights
+        before its next push, as a worker that comes after step 0.
         """
         self._pushes.wait()
-        epoch, _ = self._sums.position()
-        if epoch > self.epoch:
-            self._pushes.begin(epoch)
+        step, _ = self._sums.position()
+        if step > self.step:
+            self._pushes.begin(step)
             if self._sums.closes_itself:
                 self._joining.lags()
-        return self.epoch
+        return self.step
 
     def _broadcast_state(self, state: State, *, send: bool) -> None:
         """Send this state to all others, or set it to that of the worker that sends."""
         self._pushes.wait()
         broadcast = self._new_broadcast(state.parts)
-        calls = self._calls[1] if self._calls[0] == self.epoch else 0
+        calls = self._calls[1] if self._calls[0] == self.step else 0
         if send:
             self._check_sending(broadcast)
-            broadcast.send(state.numbers(), self.epoch, calls)
+            broadcast.send(state.numbers(), self.step, calls)
         else:
-            epoch, numbers = broadcast.receive(self.epoch, calls, self._timeout)
+            step, numbers = broadcast.receive(self.step, calls, self._timeout)
             state.set(numbers)
             self._joining.shares()
-            if epoch != self.epoch:
-                self._pushes.begin(epoch)
+            if step != self.step:
+                self._pushes.begin(step)
                 calls = 0
-        self._calls = self.epoch, calls + 1
+        self._calls = self.step, calls + 1
 
     def _check_sending(self, broadcast: Broadcast) -> None:
-        """Raise `Conflict` if this worker's parameters may differ from those that the epoch has begun with."""
-        self._joining.check(self.epoch)
-        if self._joining.is_new and (self._sums.has_begun(self.epoch) or broadcast.has_sent(self.epoch)):
-            raise self._joining.begun(self.epoch)
+        """Raise `Conflict` if this worker's parameters may differ from those that the step has begun with."""
+        self._joining.check(self.step)
+        if self._joining.is_new and (self._sums.has_begun(self.step) or broadcast.has_sent(self.step)):
+            raise self._joining.begun(self.step)
         self._joining.shares()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this worker, and its buffers' servers, to save beside the states of the model."""
         self._pushes.wait()
-        state = {"run": self._sums.life, "epoch": self.epoch, "pushes": self._pushes.count}
+        state = {"run": self._sums.life, "step": self.step, "pushes": self._pushes.count}
         return {**state, "shards": dict(self._sums.places)} if self._sums.places else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -286,5 +286,5 @@ class Accumulator(Generic[M, D]):
             )
         if places != self._sums.places:
             self._open(places)
-        self._pushes.begin(state["epoch"], state["pushes"], again=True)
+        self._pushes.begin(state["step" if "step" in state else "epoch"], state["pushes"], again=True)
         self._joining.loads()

@@ -11,7 +11,7 @@ import numpy as np
 from gradserve_client._runs.parts import Part, rounds
 from gradserve_client._wire.tensors import Array
 from gradserve_client.client import Client
-from gradserve_client.errors import EpochGone, EpochOpen
+from gradserve_client.errors import StepGone, StepOpen
 from gradserve_client.rows import Gradient
 
 _KEEP = 2
@@ -19,10 +19,10 @@ _KEEP = 2
 
 
 class Broadcast:
-    """The tensors of a model in buffers that close with each add: their epochs count the broadcasts.
+    """The tensors of a model in buffers that close with each add: their steps count the broadcasts.
 
-    The last buffer of a broadcast is the list: the epoch of the training, the sender's calls in it before this one, and
-    the epoch of each buffer.
+    The last buffer of a broadcast is the list: the step of the training, the sender's calls in it before this one, and
+    the step of each buffer.
     """
 
     def __init__(
@@ -43,51 +43,51 @@ class Broadcast:
             self._server.buffers.create_many(specs)
         self._list.create(2 + len(self._parts), dtype="float64", **rules)
 
-    def has_sent(self, epoch: int) -> bool:
-        """Return whether the newest broadcast is of this epoch or later."""
+    def has_sent(self, step: int) -> bool:
+        """Return whether the newest broadcast is of this step or later."""
         self._create()
         try:
-            newest = self._list.info().epoch - 1
-            return newest >= 0 and int(self._list.value(epoch=newest)[0]) >= epoch
-        except EpochGone:  # discarded by `zero`
+            newest = self._list.info().step - 1
+            return newest >= 0 and int(self._list.value(step=newest)[0]) >= step
+        except StepGone:  # discarded by `zero`
             return False
 
-    def send(self, numbers: Mapping[str, Gradient], epoch: int, calls: int) -> None:
-        """Send the tensors of a worker in this epoch, after this many calls in it."""
+    def send(self, numbers: Mapping[str, Gradient], step: int, calls: int) -> None:
+        """Send the tensors of a worker in this step, after this many calls in it."""
         self._create()
-        epochs: list[int] = []
+        steps: list[int] = []
         for names in self._rounds:
             receipts = self._server.buffers.accumulate({name: numbers[name] for name in names}, overwrite=True)
-            epochs += [receipts[name].epoch for name in names]
-        self._list.accumulate(np.array([epoch, calls, *epochs], np.float64), overwrite=True)
+            steps += [receipts[name].step for name in names]
+        self._list.accumulate(np.array([step, calls, *steps], np.float64), overwrite=True)
 
-    def receive(self, epoch: int, calls: int, timeout: float) -> tuple[int, Mapping[str, Array]]:
-        """Return the tensors that were sent for this call in this epoch, or in a later epoch, after their epoch.
+    def receive(self, step: int, calls: int, timeout: float) -> tuple[int, Mapping[str, Array]]:
+        """Return the tensors that were sent for this call in this step, or in a later step, after their step.
 
-        Workers make the same calls in an epoch. Of several broadcasts the newest counts. Raises `EpochOpen` if nobody
+        Workers make the same calls in a step. Of several broadcasts the newest counts. Raises `StepOpen` if nobody
         sends within `timeout` seconds.
         """
         self._create()
         end = time.monotonic() + timeout
-        number = max(self._list.info().epoch - 1, 0)
+        number = max(self._list.info().step - 1, 0)
         while True:
             try:
-                found = self._list.value(epoch=number, timeout=max(end - time.monotonic(), 0.0))
-                sent, before, *epochs = map(int, found.tolist())
-                if (sent, before) >= (epoch, calls):
-                    return sent, self._read(epochs)
+                found = self._list.value(step=number, timeout=max(end - time.monotonic(), 0.0))
+                sent, before, *steps = map(int, found.tolist())
+                if (sent, before) >= (step, calls):
+                    return sent, self._read(steps)
                 number += 1
-            except EpochGone:  # by newer broadcasts, by broadcasts that broke off, or by `zero`
-                number = max(number + 1, self._list.info().epoch - 1)
-            except EpochOpen as error:
-                error.detail = f"Nobody has sent the parameters of epoch {epoch} or later within {timeout:g} seconds"
+            except StepGone:  # by newer broadcasts, by broadcasts that broke off, or by `zero`
+                number = max(number + 1, self._list.info().step - 1)
+            except StepOpen as error:
+                error.detail = f"Nobody has sent the parameters of step {step} or later within {timeout:g} seconds"
                 error.args = (error.detail,)
                 raise
 
-    def _read(self, epochs: list[int]) -> Mapping[str, Array]:
-        of = dict(zip((name for names in self._rounds for name in names), epochs, strict=True))
+    def _read(self, steps: list[int]) -> Mapping[str, Array]:
+        of = dict(zip((name for names in self._rounds for name in names), steps, strict=True))
         found: dict[str, Array] = {}
         for names in self._rounds:
-            for epoch in sorted({of[name] for name in names}):
-                found |= self._server.buffers.value([name for name in names if of[name] == epoch], epoch=epoch)
+            for step in sorted({of[name] for name in names}):
+                found |= self._server.buffers.value([name for name in names if of[name] == step], step=step)
         return found

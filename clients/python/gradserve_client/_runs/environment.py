@@ -9,13 +9,13 @@ from typing import Any
 from gradserve_client.errors import InvalidInput
 
 DEADLINE_SECONDS = 120.0
-"""Seconds that an epoch waits for workers: one that is started again and loads its checkpoint is back before."""
+"""Seconds that a step waits for workers: one that is started again and loads its checkpoint is back before."""
 
 
 def with_environment(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an accumulator: those given, else those that follow from the worker's rank.
 
-    The worker is named after its rank. An epoch expects all workers, with a push of each. It closes without the missing
+    The worker is named after its rank. A step expects all workers, with a push of each. It closes without the missing
     at the deadline, if at least half of its pushes are in.
     """
     workers = _whole("WORLD_SIZE", 1)

@@ -17,7 +17,7 @@ def check_server(server: object) -> None:
 
 
 def check_worker(worker: str | None, contributors: object) -> None:
-    """Raise if the worker has no valid name, or is not among those that the epochs expect."""
+    """Raise if the worker has no valid name, or is not among those that the steps expect."""
     if worker is not None:
         as_contributor(worker, "worker")
     if isinstance(contributors, list | tuple) and worker not in contributors:
@@ -26,12 +26,12 @@ def check_worker(worker: str | None, contributors: object) -> None:
 
 
 def check_rules(rules: Mapping[str, Any]) -> None:
-    """Raise if the rules of an epoch contradict each other, as the server does when it creates a buffer."""
+    """Raise if the rules of a step contradict each other, as the server does when it creates a buffer."""
     quorum, least, names = (rules.get(name) for name in ("quorum", "min_count", "contributors"))
     if least is not None and least > 1 and rules.get("deadline_seconds") is None:
         raise mistaken("min_count", f"is {least}, but only a deadline asks for it: give deadline_seconds, too")
     if least is not None and quorum is not None and least > quorum:
-        raise mistaken("min_count", f"is {least}, but the quorum of {quorum} closes an epoch before")
+        raise mistaken("min_count", f"is {least}, but the quorum of {quorum} closes a step before")
     for rule, count in (("quorum", quorum), ("min_count", least)):
         if count is not None and names is not None and count > len(names) * (each := rules["per_contributor"] or 1):
             most = f"{len(names) * each} pushes at most: {len(names)} of them, {each} each (per_contributor)"

@@ -10,13 +10,13 @@ from gradserve_client.errors import Conflict
 class Joining:
     """What a worker has said about its weights.
 
-    In epoch 0 they are compared with the first worker's. Later they must come from the run, unless the worker cares for
+    In step 0 they are compared with the first worker's. Later they must come from the run, unless the worker cares for
     them itself (`start="any"`).
     """
 
-    def __init__(self, first: FirstWorker, prefix: str, epoch: int, *, cares: bool) -> None:
+    def __init__(self, first: FirstWorker, prefix: str, step: int, *, cares: bool) -> None:
         self._first, self._prefix, self._cares = first, prefix, cares
-        self._has_weights = cares or epoch == 0
+        self._has_weights = cares or step == 0
         self._must_compare = False
         self.is_new = cares
         """Whether the run may have nothing of this worker's weights, though it says that it cares for them."""
@@ -30,14 +30,14 @@ class Joining:
         self._has_weights, self._must_compare, self.is_new = True, False, False
 
     def lags(self) -> None:
-        """Note that the worker has left epochs out."""
+        """Note that the worker has left steps out."""
         self._has_weights = self._cares
 
-    def check(self, epoch: int) -> None:
-        """Raise `Conflict` if what the worker sends in this epoch may come from other weights than the run's."""
+    def check(self, step: int) -> None:
+        """Raise `Conflict` if what the worker sends in this step may come from other weights than the run's."""
         if not self._has_weights:
             raise Conflict(
-                f"This run is in epoch {epoch}, and this worker has not got its weights: call load_state_dict() with"
+                f"This run is in step {step}, and this worker has not got its weights: call load_state_dict() with"
                 " the worker's last state, or broadcast_parameters(send=False) while another worker sends, or give"
                 f" start='any' if its weights are right; {new_run(self._prefix)}"
             )
@@ -45,10 +45,10 @@ class Joining:
             self._first.check_frozen()
             self._must_compare = False
 
-    def begun(self, epoch: int) -> Conflict:
-        """Return the error of a worker that sends its parameters in an epoch that has others."""
+    def begun(self, step: int) -> Conflict:
+        """Return the error of a worker that sends its parameters in a step that has others."""
         return Conflict(
-            f"Epoch {epoch} of this run has begun with other parameters, perhaps of an earlier job: if this worker goes"
+            f"Step {step} of this run has begun with other parameters, perhaps of an earlier job: if this worker goes"
             " on, call load_state_dict() with its last state first, or broadcast_parameters(send=False);"
             f" {new_run(self._prefix)}"
         )

@@ -16,7 +16,7 @@ Loss: TypeAlias = SupportsFloat | None
 """A loss as a program has it: a number, or a tensor of one."""
 
 KEPT_LOSSES = 20
-"""Closed epochs of the loss that are kept, at least: the page draws them. More would bound the contributors."""
+"""Closed steps of the loss that are kept, at least: the page draws them. More would bound the contributors."""
 
 
 def loss_name(prefix: str, others: Collection[str], loss: bool) -> str | None:

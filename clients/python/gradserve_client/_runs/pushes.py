@@ -10,32 +10,32 @@ from gradserve_client._http.log import logger
 from gradserve_client._http.placement import RETRYABLE
 from gradserve_client._runs import unheard
 from gradserve_client._runs.sums import Sums
-from gradserve_client.errors import KeyReused, StaleEpoch, explained
+from gradserve_client.errors import KeyReused, StaleStep, explained
 from gradserve_client.models import Pushed
 from gradserve_client.rows import Gradient
 
 
 class Pushes:
-    """The pushes of a worker in its epoch. A worker without a name gets a random one."""
+    """The pushes of a worker in its step. A worker without a name gets a random one."""
 
-    def __init__(self, sums: Sums, worker: str | None, epoch: int, new_run: str) -> None:
+    def __init__(self, sums: Sums, worker: str | None, step: int, new_run: str) -> None:
         self._sums, self._worker, self._new_run = sums, worker, new_run
         self._name = worker or uuid.uuid4().hex
         self._push: Callable[[], Pushed] | None = None
         self._future: Future[Pushed] | None = None
         self._ticket = object()
         self._tried = False
-        self.begin(epoch)
+        self.begin(step)
 
-    def begin(self, epoch: int, count: int = 0, *, again: bool = False) -> None:
-        """Go on after this many pushes in this epoch. After a restart the worker may make some `again`."""
-        self.epoch, self.count = epoch, count
+    def begin(self, step: int, count: int = 0, *, again: bool = False) -> None:
+        """Go on after this many pushes in this step. After a restart the worker may make some `again`."""
+        self.step, self.count = step, count
         self._again = again
         self.doubt: str | None = None
         """What may be wrong with the name of this worker, as a sentence."""
 
     def add(self, numbers: Mapping[str, Gradient], used: set[str], *, weight: float, scale: float) -> Pushed:
-        """Make the next push. Raises `StaleEpoch`, and `KeyReused` for a push that counts already."""
+        """Make the next push. Raises `StaleStep`, and `KeyReused` for a push that counts already."""
         is_first, self._tried = not (self._again or self._tried), True
         try:
             receipts = self._sums.add(
@@ -43,20 +43,20 @@ class Pushes:
                 used,
                 weight=weight,
                 scale=scale,
-                epoch=self.epoch,
-                key=f"{self._sums.identity(self._name)}-{self.epoch}-{self.count}",
+                step=self.step,
+                key=f"{self._sums.identity(self._name)}-{self.step}-{self.count}",
                 contributor=self._worker,
             )
-        except StaleEpoch as error:
+        except StaleStep as error:
             fate = "count on some of the servers only" if error.maybe_done else "do not count"
             pulls = "if it has closed, pull() fetches its mean; " if self._sums.closes_itself else ""
             raise explained(
                 error,
-                f"This worker is at epoch {self.epoch}, and its gradients {fate}; {pulls}catch_up() goes on in the"
-                " running epoch",
+                f"This worker is at step {self.step}, and its gradients {fate}; {pulls}catch_up() goes on in the"
+                " running step",
             ) from None
         except KeyReused as error:
-            push = f"push {self.count} of epoch {self.epoch}"
+            push = f"push {self.count} of step {self.step}"
             self._made()
             raise explained(
                 error,
@@ -66,7 +66,7 @@ class Pushes:
         pushed = Pushed.of(receipts)
         if pushed.replayed and is_first:
             self.doubt = (
-                f"The server has push {self.count} of epoch {self.epoch} of {self._name!r} from an earlier request: if"
+                f"The server has push {self.count} of step {self.step} of {self._name!r} from an earlier request: if"
                 " this worker was not restarted, another worker may have the same name"
             )
             logger.warning("%s", self.doubt)
@@ -80,7 +80,7 @@ class Pushes:
         """Make the push in a thread. Python waits for the thread before it exits, and says if the push has failed."""
         thread = ThreadPoolExecutor(1, "gradserve push")
         self._push = push
-        self._future = thread.submit(unheard.made, push, self._ticket, f"Push {self.count} of epoch {self.epoch}")
+        self._future = thread.submit(unheard.made, push, self._ticket, f"Push {self.count} of step {self.step}")
         thread.shutdown(wait=False)
 
     def wait(self) -> None:

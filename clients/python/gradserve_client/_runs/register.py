@@ -18,7 +18,7 @@ from gradserve_client._wire.arguments import as_whole
 from gradserve_client._wire.pushes import PART_BYTES
 from gradserve_client._wire.tensors import Array
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, StaleEpoch, TooLarge, mistaken
+from gradserve_client.errors import Conflict, StaleStep, TooLarge, mistaken
 
 _WORDS = 8
 """Numbers of 32 bits in a SHA-256 hash. Each is exact in a buffer of float64."""
@@ -63,7 +63,7 @@ class FirstWorker:
     def check_start(self, *, has_pushes: bool) -> None:
         """Raise `Conflict` if the first worker began with other weights, or with other buffers of its model.
 
-        Buffers may have changed since, as running statistics do, if the epoch `has_pushes`.
+        Buffers may have changed since, as running statistics do, if the step `has_pushes`.
         """
         for number, name in enumerate(["weights", "frozen weights", "buffers"][: 2 if has_pushes else 3], 1):
             self._check(
@@ -91,12 +91,12 @@ class FirstWorker:
 
 
 def _first(server: Client, name: str, numbers: Array, ttl: float | None) -> Array:
-    """Write the numbers unless another worker has, and return what was written first: epoch 0 closes once."""
+    """Write the numbers unless another worker has, and return what was written first: step 0 closes once."""
     register = server.buffers[name]
     register.create(numbers.size, dtype="float64", quorum=1, ttl_seconds=ttl)
-    with suppress(StaleEpoch):
-        register.accumulate(numbers, epoch=0)
-    return register.value(epoch=0)
+    with suppress(StaleStep):
+        register.accumulate(numbers, step=0)
+    return register.value(step=0)
 
 
 def _hash(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a closed epoch has: the sums or means of all buffers, and who had a gradient."""
+"""What a closed step has: the sums or means of all buffers, and who had a gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradserve_client._wire.specs import Reduce
 from gradserve_client._wire.tensors import Array
 
 Read: TypeAlias = tuple[Array | None, Mapping[str, Any]]
-"""A value of a closed epoch with its receipt. A mean of weights that sum to 0 is None."""
+"""A value of a closed step with its receipt. A mean of weights that sum to 0 is None."""
 
 _ROUNDING = 1e-9
 """The relative difference up to which numbers are the same: float64 rounds to 1e-15, and scales differ by factors."""
@@ -19,7 +19,7 @@ _ROUNDING = 1e-9
 
 @dataclass
 class Summed:
-    """The sums or means of a closed epoch."""
+    """The sums or means of a closed step."""
 
     values: dict[str, Array] = field(default_factory=dict)
     """By the names of the buffers. A mean of weights that sum to 0 is missing."""

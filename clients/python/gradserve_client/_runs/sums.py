@@ -22,7 +22,7 @@ from gradserve_client._wire import answers, bulk
 from gradserve_client._wire.specs import Reduce
 from gradserve_client._wire.tensors import Array
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, InvalidInput, NothingToAverage, StaleEpoch, explained
+from gradserve_client.errors import Conflict, InvalidInput, NothingToAverage, StaleStep, explained
 from gradserve_client.models import BufferInfo, BufferRules, Receipt
 from gradserve_client.rows import Gradient
 
@@ -56,7 +56,7 @@ class Sums:
 
     @property
     def closes_itself(self) -> bool:
-        """Whether epochs close by themselves: by their quorum or a deadline."""
+        """Whether steps close by themselves: by their quorum or a deadline."""
         return _closes_itself(self._rules)
 
     def found_places(self, prefix: str, register: str) -> dict[str, str]:
@@ -91,11 +91,11 @@ class Sums:
         return infos
 
     def set_rules(self, rules: BufferRules) -> None:
-        """Change rules of all buffers. Raises `InvalidInput` if epochs would begin or cease to close by themselves."""
+        """Change rules of all buffers. Raises `InvalidInput` if steps would begin or cease to close by themselves."""
         new = {name: rule for name, rule in {**self._rules, **rules}.items() if rule is not None}
         if _closes_itself(new) != self.closes_itself:
             raise InvalidInput(
-                "The new rules would change whether epochs close by themselves: take another run for that",
+                "The new rules would change whether steps close by themselves: take another run for that",
                 code="invalid_parameter",
             )
         of_all: Any = {name: rule for name, rule in rules.items() if name != "max_norm"}
@@ -124,30 +124,30 @@ class Sums:
         return hashlib.sha256(f"{self.life} {worker}".encode()).hexdigest()[:32]
 
     def position(self) -> tuple[int, int]:
-        """Return the earliest epoch of the buffers, and its count: the greatest of a buffer.
+        """Return the earliest step of the buffers, and its count: the greatest of a buffer.
 
-        Rounds may be an epoch apart, if it closes while they are read, and so may servers. Raises `Conflict` if the
+        Rounds may be a step apart, if it closes while they are read, and so may servers. Raises `Conflict` if the
         buffers do not belong to the same model.
         """
-        epochs: dict[int, Receipt] = {}
+        steps: dict[int, Receipt] = {}
         units: set[tuple[object, ...]] = set()
         for number, one in enumerate(self._rounds):
             found = self._server.buffers.accumulate(dict.fromkeys(one.names, 0.0), do_update=False)
-            units |= {(number, self.places.get(name), found[name].epoch) for name in one.names}
+            units |= {(number, self.places.get(name), found[name].step) for name in one.names}
             for receipt in found.values():
-                epochs[receipt.epoch] = max(epochs.get(receipt.epoch, receipt), receipt, key=lambda one: one.count)
-        if len({unit[:-1] for unit in units}) < len(units) or max(epochs) - min(epochs) > 1:
-            first, *_, second = [epochs[epoch] for epoch in sorted(epochs)]
+                steps[receipt.step] = max(steps.get(receipt.step, receipt), receipt, key=lambda one: one.count)
+        if len({unit[:-1] for unit in units}) < len(units) or max(steps) - min(steps) > 1:
+            first, *_, second = [steps[step] for step in sorted(steps)]
             raise Conflict(
-                f"The buffers do not belong to the same model: {first.name!r} is in epoch {first.epoch},"
-                f" {second.name!r} in {second.epoch}; use another run, or delete the buffers"
+                f"The buffers do not belong to the same model: {first.name!r} is in step {first.step},"
+                f" {second.name!r} in {second.step}; use another run, or delete the buffers"
             )
-        return min(epochs), epochs[min(epochs)].count
+        return min(steps), steps[min(steps)].count
 
-    def has_begun(self, epoch: int) -> bool:
-        """Return whether the epoch has pushes, or follows one that has closed. After `zero` it follows none."""
-        closed = self._server.buffers[next(iter(self._parts))].info().closed_epochs
-        return self.position() != (epoch, 0) or epoch - 1 in closed
+    def has_begun(self, step: int) -> bool:
+        """Return whether the step has pushes, or follows one that has closed. After `zero` it follows none."""
+        closed = self._server.buffers[next(iter(self._parts))].info().closed_steps
+        return self.position() != (step, 0) or step - 1 in closed
 
     def add(
         self,
@@ -156,7 +156,7 @@ class Sums:
         *,
         weight: float,
         scale: float,
-        epoch: int,
+        step: int,
         contributor: str | None,
         key: str,
     ) -> list[Receipt]:
@@ -167,34 +167,34 @@ class Sums:
         groups = [group for one in self._rounds for group in one.groups]
         tallies = {group.tally: _tally(group, used, scale, weight) for group in groups}
         add = bulk.accumulate(
-            {**numbers, **tallies}, weight=weight, epoch=epoch, contributor=contributor, idempotency_key=key
+            {**numbers, **tallies}, weight=weight, step=step, contributor=contributor, idempotency_key=key
         )
         is_one_request = len(groups) == 1 and "max_norm" not in self._rules  # which is for the whole push
         receipts = added(self._server.buffers._runner, add, None if is_one_request else self._request_bytes)
         return [receipts[tally] for tally in tallies]
 
-    def pull(self, epoch: int, reduce: Reduce, timeout: float) -> Summed:
-        """Return the sums or means of the epoch: once it has closed, or close it if it does not close by itself.
+    def pull(self, step: int, reduce: Reduce, timeout: float) -> Summed:
+        """Return the sums or means of the step: once it has closed, or close it if it does not close by itself.
 
-        Workers that close the same epoch get the same.
+        Workers that close the same step get the same.
         """
-        return self._closed(epoch, reduce, timeout) if self.closes_itself else self._taken(epoch, reduce)
+        return self._closed(step, reduce, timeout) if self.closes_itself else self._taken(step, reduce)
 
-    def _closed(self, epoch: int, reduce: Reduce, timeout: float) -> Summed:
+    def _closed(self, step: int, reduce: Reduce, timeout: float) -> Summed:
         end = time.monotonic() + timeout
 
         def fetch(names: Sequence[str], dtype: str | None, reduce: Reduce) -> Call[Any]:
             rest = max(end - time.monotonic(), 0.0)
-            return bulk.value(names, None, epoch=epoch, reduce=reduce, dtype=dtype, timeout=rest)
+            return bulk.value(names, None, step=step, reduce=reduce, dtype=dtype, timeout=rest)
 
         return self._summed(fetch, reduce)
 
-    def _taken(self, epoch: int, reduce: Reduce) -> Summed:
-        """Close the epoch of all buffers with one request to each server: a take, unless several reads are needed."""
-        key = f"{self.identity('')}-{epoch}-take"
+    def _taken(self, step: int, reduce: Reduce) -> Summed:
+        """Close the step of all buffers with one request to each server: a take, unless several reads are needed."""
+        key = f"{self.identity('')}-{step}-take"
 
         def fetch(names: Sequence[str], dtype: str | None, reduce: Reduce) -> Call[Any]:
-            more: Any = {"min_count": 1, "epoch": epoch, "timeout": 0.0, "idempotency_key": f"{key}-{reduce}"}
+            more: Any = {"min_count": 1, "step": step, "timeout": 0.0, "idempotency_key": f"{key}-{reduce}"}
             return bulk.take(names, None, reduce=reduce, dtype=dtype, **more)
 
         reads = [names for one in self._rounds for names in one.reads(self._parts).values()]
@@ -202,12 +202,12 @@ class Sums:
             if len(reads) == 1:
                 return self._summed(fetch, reduce)
             names = [name for some in reads for name in some]
-            self._server.buffers.close_epoch(names, min_count=1, epoch=epoch, idempotency_key=key)
-        except StaleEpoch as error:
+            self._server.buffers.close_step(names, min_count=1, step=step, idempotency_key=key)
+        except StaleStep as error:
             raise explained(
-                error, f"Another client closed epoch {epoch}: without a quorum, only one worker may pull"
+                error, f"Another client closed step {step}: without a quorum, only one worker may pull"
             ) from None
-        return self._closed(epoch, reduce, 0.0)
+        return self._closed(step, reduce, 0.0)
 
     def _summed(self, fetch: Callable[..., Call[Any]], reduce: Reduce) -> Summed:
         summed = Summed()
@@ -230,12 +230,12 @@ class Sums:
             return _means(self._finite(self._read(fetch("sum")), dtype, "sum"), tallies)
 
     def _finite(self, found: dict[str, Read], dtype: str | None, reduce: Reduce) -> dict[str, Read]:
-        """Return what was read of a closed epoch. What half precision made infinite is read again in full."""
+        """Return what was read of a closed step. What half precision made infinite is read again in full."""
         infinite = [name for name, (value, _) in found.items() if value is not None and np.isinf(value).any()]
         if dtype is None or not infinite:
             return found
-        epoch = found[infinite[0]][1]["epoch"]
-        return found | self._read(bulk.value(infinite, None, epoch=epoch, reduce=reduce, dtype=None, timeout=0.0))
+        step = found[infinite[0]][1]["step"]
+        return found | self._read(bulk.value(infinite, None, step=step, reduce=reduce, dtype=None, timeout=0.0))
 
     def _read(self, call: Call[Any]) -> dict[str, Read]:
         return self._run(replace(call, read=answers.values_with_receipts))

@@ -33,7 +33,7 @@ OPTIMIZERS = {"AdamWOptimizer": ("momentums_1", "momentums_2"), "SGDOptimizerV2"
 """The optimizers, and the groups that each keeps besides the parameters."""
 
 CLOSED_WAIT_SECONDS = 15.0
-"""Seconds that a step waits for its epoch: alike in all workers, because their requests have one key."""
+"""Seconds that a step waits for its step: alike in all workers, because their requests have one key."""
 
 NO_CLIP = 1e300
 """A norm that no clipping reaches."""
@@ -46,19 +46,19 @@ class Run:
     prefix: str
     info: GraphInfo
     worker: str | None
-    """The name of the worker, which the epochs list."""
+    """The name of the worker, which the steps list."""
     sender: str
     """What the keys of the worker's micro-batches have: its name, or else what only this process knows."""
     life: float
     """When the run was created: another run of the same name has other keys."""
     first: int
-    """The steps before epoch 0, in the run whose checkpoint this run began with."""
+    """The steps before step 0, in the run whose checkpoint this run began with."""
     closes_itself: bool
-    """Whether epochs close by a quorum or at a deadline."""
+    """Whether steps close by a quorum or at a deadline."""
 
     @property
     def summed(self) -> list[str]:
-        """The names of the buffers whose epochs are the steps."""
+        """The names of the buffers whose steps are the steps."""
         return [*summed(self.prefix, self.info)]
 
     def key(self, *what: object) -> str:
@@ -66,9 +66,9 @@ class Run:
         return key(self.prefix, self.life, *what)
 
     def micro_batch(
-        self, tensors: Mapping[str, TensorLike], epoch: int, number: int, weight: float, outputs: Sequence[str]
+        self, tensors: Mapping[str, TensorLike], step: int, number: int, weight: float, outputs: Sequence[str]
     ) -> Call[MicroBatch]:
-        """Compute the loss and the gradients of a micro-batch, and add them to the sums of its epoch."""
+        """Compute the loss and the gradients of a micro-batch, and add them to the sums of its step."""
         into = {"gradients": "g.*", "loss": "loss", **({"statistics": "t.*"} if self.info.statistics else {})}
         inputs = {**calls.flat(tensors, graphs.GROUPS), **self.sources({})}
 
@@ -76,7 +76,7 @@ class Run:
             values, metadata = decode(answer.body)
             receipt = answers.as_receipt(json.loads(metadata["receipts"])["loss"], answer)
             found: Any = {"replayed": receipt.replayed, "closed": receipt.closed}
-            return MicroBatch(step=self.first + epoch, counted=True, outputs=values, **found)
+            return MicroBatch(step=self.first + step, counted=True, outputs=values, **found)
 
         return calls.running(
             graphs.path_of(self.info.name),
@@ -86,14 +86,14 @@ class Run:
             outputs=list(dict.fromkeys(["loss", *outputs])),
             into={name: self.prefix + buffer for name, buffer in into.items()},
             weight=weight,
-            epoch=epoch,
+            step=step,
             contributor=self.worker,
-            idempotency_key=self.key("batch", self.sender, epoch, number),
+            idempotency_key=self.key("batch", self.sender, step, number),
         )
 
-    def mean_loss(self, epoch: int, timeout: float) -> Call[Values]:
-        """Wait for the end of an epoch, and read the mean of its losses, with its receipt."""
-        return self.values(["loss"], query={"epoch": epoch, "reduce": "mean"}, wait=timeout)
+    def mean_loss(self, step: int, timeout: float) -> Call[Values]:
+        """Wait for the end of a step, and read the mean of its losses, with its receipt."""
+        return self.values(["loss"], query={"step": step, "reduce": "mean"}, wait=timeout)
 
     def values(self, names: Sequence[str], **more: Any) -> Call[Values]:
         """Read these buffers of the run at one moment, with their receipts."""
@@ -115,33 +115,33 @@ class Run:
         given = {name.partition(".")[0] for name in tensors}
         return {one: self._group(one) for one in graphs.GROUPS if one not in given and getattr(self.info, one)}
 
-    def before_step(self, epoch: int, max_norm: float | None) -> list[Call[Any]]:
-        """Return the requests that keep the mean of the statistics of an epoch, and its clipped gradients."""
-        statistics = [self._clipped(epoch, "t", "s", NO_CLIP)] if self.info.statistics else []
-        return statistics + ([] if max_norm is None else [self._clipped(epoch, "g", "c", max_norm)])
+    def before_step(self, step: int, max_norm: float | None) -> list[Call[Any]]:
+        """Return the requests that keep the mean of the statistics of a step, and its clipped gradients."""
+        statistics = [self._clipped(step, "t", "s", NO_CLIP)] if self.info.statistics else []
+        return statistics + ([] if max_norm is None else [self._clipped(step, "g", "c", max_norm)])
 
-    def _clipped(self, epoch: int, source: str, target: str, max_norm: float) -> Call[Any]:
-        """Write the means of an epoch over other buffers."""
+    def _clipped(self, step: int, source: str, target: str, max_norm: float) -> Call[Any]:
+        """Write the means of a step over other buffers."""
         return self._step(
             "InplaceClipGradNorm",
-            {"gradients": BufferName(f"{self.prefix}{source}.*@{epoch}")},
+            {"gradients": BufferName(f"{self.prefix}{source}.*@{step}")},
             {"max_norm": max_norm},
             outputs=["total_norm"],
             set={"clipped_gradients": f"{self.prefix}{target}.*"},
-            idempotency_key=self.key(target, epoch),
+            idempotency_key=self.key(target, step),
         )
 
     def optimizer_step(
-        self, optimizer: str, epoch: int, lr: float, is_clipped: bool, attributes: Mapping[str, Any]
+        self, optimizer: str, step: int, lr: float, is_clipped: bool, attributes: Mapping[str, Any]
     ) -> Call[Any]:
-        """Let the optimizer take the step of an epoch."""
+        """Let the optimizer take the step of a step."""
         moments = OPTIMIZERS[optimizer]
-        gradients = BufferName(self.prefix + ("c.*" if is_clipped else f"g.*@{epoch}"))
+        gradients = BufferName(self.prefix + ("c.*" if is_clipped else f"g.*@{step}"))
         sources = {"weights": self._group("parameters"), "gradients": gradients}
         written = {"weights": "parameters", **{name: name for name in moments}}
         inputs = {"lr": np.float64(lr), **sources, **{name: self._group(name) for name in moments}}
         if moments:
-            inputs["step"] = np.int64(self.first + epoch + 1)
+            inputs["step"] = np.int64(self.first + step + 1)
         return self._step(
             optimizer,
             inputs,
@@ -149,7 +149,7 @@ class Run:
             is_closed=not is_clipped,
             outputs=["updated_flag" if moments else "update_completed"],
             set={f"updated_{output}": self._group(group).name for output, group in written.items()},
-            idempotency_key=self.key("step", epoch),
+            idempotency_key=self.key("step", step),
         )
 
     def moments(self, optimizer: str) -> dict[str, BufferSpec]:
@@ -174,7 +174,7 @@ def key(prefix: str, life: float, *what: object) -> str:
 
 
 def summed(prefix: str, info: GraphInfo, rules: Mapping[str, Any] | None = None) -> dict[str, BufferSpec]:
-    """Return the buffers whose epochs are the steps: gradients, new statistics, and the loss."""
+    """Return the buffers whose steps are the steps: gradients, new statistics, and the loss."""
     spec: Any = partial(BufferSpec, **(rules or {}))
     groups = {"g": info.gradients, "t": info.statistics}
     wide = {"float16": "float32", "bfloat16": "float32"}
@@ -236,7 +236,7 @@ def follow(prefix: str, rules: Mapping[str, Any], found: Mapping[str, BufferInfo
         logger.warning(FOLLOWS, prefix, ", ".join(differing))
 
 
-def epochs_done(prefix: str, info: GraphInfo, found: Mapping[str, BufferInfo]) -> int:
+def steps_done(prefix: str, info: GraphInfo, found: Mapping[str, BufferInfo]) -> int:
     """Return the number of steps of this run that are done: each writes every parameter once."""
     return min(found[name].version for name, _ in state(prefix, "parameters", info.parameters)) - 1
 

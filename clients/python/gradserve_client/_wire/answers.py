@@ -37,14 +37,14 @@ def receipts(answer: Answer) -> dict[str, Receipt]:
 
 
 def taken(answer: Answer) -> Taken:
-    """Read the receipt and the value of a closed epoch."""
+    """Read the receipt and the value of a closed step."""
     values, receipts = _tensors_and_receipts(answer)
     (receipt,) = receipts.values()
     return _taken(receipt, values["value"], answer)
 
 
 def taken_by_name(answer: Answer) -> dict[str, Taken]:
-    """Read the receipts and the values of several closed epochs."""
+    """Read the receipts and the values of several closed steps."""
     values, receipts = _tensors_and_receipts(answer)
     return {name: _taken(receipt, values[name], answer) for name, receipt in receipts.items()}
 

@@ -65,7 +65,7 @@ def accumulate(
     gradients: Mapping[str, TensorLike | Rows],
     *,
     weight: float,
-    epoch: int | None,
+    step: int | None,
     overwrite: bool = False,
     do_update: bool = True,
     contributor: str | None,
@@ -82,7 +82,7 @@ def accumulate(
         "POST",
         "/v1/buffers/accumulate",
         answers.receipts,
-        query=add_query(weight, epoch, overwrite, do_update, contributor),
+        query=add_query(weight, step, overwrite, do_update, contributor),
         headers={"Content-Type": MEDIA_TYPE, "Accept": JSON},
         body=body(tensors),
         key=as_key(idempotency_key),
@@ -111,13 +111,13 @@ def value(
     names: Collection[str] | None,
     prefix: str | None,
     *,
-    epoch: int | None,
+    step: int | None,
     reduce: Reduce,
     dtype: npt.DTypeLike | None,
     timeout: float,
 ) -> Call[dict[str, Array]]:
     """Read the values of several buffers."""
-    query = {"epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}
+    query = {"step": step, "reduce": reduce, "dtype": as_dtype(dtype)}
     return on_several(names, prefix, "value", answers.values, accept=MEDIA_TYPE, query=query, wait=timeout)
 
 
@@ -126,29 +126,29 @@ def take(
     prefix: str | None,
     *,
     min_count: int,
-    epoch: int | None,
+    step: int | None,
     timeout: float,
     reduce: Reduce,
     dtype: npt.DTypeLike | None,
     idempotency_key: str | None,
 ) -> Call[dict[str, Taken]]:
-    """Close the epochs of several buffers, and return their values."""
-    query = {"min_count": min_count, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}
+    """Close the steps of several buffers, and return their values."""
+    query = {"min_count": min_count, "step": step, "reduce": reduce, "dtype": as_dtype(dtype)}
     more: Any = {"accept": MEDIA_TYPE, "query": query, "key": as_key(idempotency_key), "wait": timeout}
     return on_several(names, prefix, "take", answers.taken_by_name, **more)
 
 
-def close_epoch(
+def close_step(
     names: Collection[str] | None,
     prefix: str | None,
     *,
     min_count: int,
-    epoch: int | None,
+    step: int | None,
     timeout: float,
     idempotency_key: str | None,
 ) -> Call[dict[str, Receipt]]:
-    """Close the epochs of several buffers."""
-    query = {"min_count": min_count, "epoch": epoch, "return": "receipt"}
+    """Close the steps of several buffers."""
+    query = {"min_count": min_count, "step": step, "return": "receipt"}
     key = as_key(idempotency_key)
     return on_several(names, prefix, "take", answers.receipts, query=query, key=key, wait=timeout)
 

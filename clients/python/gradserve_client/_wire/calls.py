@@ -27,14 +27,14 @@ Inputs: TypeAlias = Mapping[str, Input] | Sequence[Input]
 """A group of tensors, by name or in order."""
 
 
-RESERVED = ("from", "outputs", "into", "set", "reduce", "timeout", "weight", "epoch", "contributor")
+RESERVED = ("from", "outputs", "into", "set", "reduce", "timeout", "weight", "step", "contributor")
 """Parameters of a request that no operator has as an attribute."""
 
 
 class Unweighted(TypedDict, total=False):
     """How an operator adds to the buffers of `into`, with a weight of 1."""
 
-    epoch: int | None
+    step: int | None
     contributor: str | None
     idempotency_key: str | None
 
@@ -159,7 +159,7 @@ def running(
     reduce: str | None = None,
     timeout: float = 0.0,
     weight: float | None = None,
-    epoch: int | None = None,
+    step: int | None = None,
     contributor: str | None = None,
     idempotency_key: str | None = None,
 ) -> Call[T]:
@@ -177,7 +177,7 @@ def running(
                 {
                     "outputs": outputs if outputs is None or isinstance(outputs, str) else ",".join(outputs),
                     "weight": None if weight is None else as_float("weight", weight),
-                    "epoch": epoch,
+                    "step": step,
                     "contributor": None if contributor is None else as_contributor(contributor),
                     "reduce": reduce,
                 }

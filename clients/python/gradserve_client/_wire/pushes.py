@@ -126,7 +126,7 @@ def overwrites(arrays: Mapping[str, Array], most: int, key: str) -> Iterator[Cal
     sizes = {name: array.nbytes for name, array in arrays.items()}
     for number, names in enumerate(packed(sizes, min(PART_BYTES, most // 2), PART_BUFFERS)):
         some = {name: arrays[name] for name in names}
-        more: Any = {"weight": 1.0, "epoch": None, "contributor": None}
+        more: Any = {"weight": 1.0, "step": None, "contributor": None}
         yield accumulate(some, overwrite=True, idempotency_key=f"{key}-{number}" if number else key, **more)
 
 

@@ -83,13 +83,13 @@ def on(
 
 
 def add_query(
-    weight: float, epoch: int | None, overwrite: bool, do_update: bool, contributor: str | None
+    weight: float, step: int | None, overwrite: bool, do_update: bool, contributor: str | None
 ) -> dict[str, Any]:
     """Return the parameters of an add that differ from the server's defaults."""
     return as_query(
         {
             "weight": None if (number := as_float("weight", weight)) == 1 else number,
-            "epoch": epoch,
+            "step": step,
             "overwrite": overwrite or None,
             "do_update": None if do_update else False,
             "contributor": None if contributor is None else as_contributor(contributor),

@@ -67,7 +67,7 @@ function change(api, { info, tag }, { verb, method, end = "", done, ...question 
       if (problem.status !== 412) throw problem;
       [match, key] = ["*", api.newIdempotencyKey()];
       const now = await api.get(path(info.name));
-      const text = `The buffer has changed since you looked: epoch ${now.epoch}, count ${words.count(now)}.`;
+      const text = `The buffer has changed since you looked: step ${now.step}, count ${words.count(now)}.`;
       throw Object.assign(new Error(text), { verb: `${verb} anyway` });
     }
   }
@@ -75,17 +75,17 @@ function change(api, { info, tag }, { verb, method, end = "", done, ...question 
 }
 
 function zero(api, seen, done) {
-  const { count, epoch } = seen.info;
+  const { count, step } = seen.info;
   const text = [
-    `The sum of ${words.many(count, "gradient")} in epoch ${epoch} is discarded.`,
-    `Epoch ${epoch + 1} begins.`,
+    `The sum of ${words.many(count, "gradient")} in step ${step} is discarded.`,
+    `Step ${step + 1} begins.`,
   ];
   change(api, seen, { verb: "Zero", method: "POST", end: "/zero", done, text });
 }
 
 function remove(api, seen, done) {
-  const { name, count, closed_epochs: closed } = seen.info;
-  const text = [`Its sum of ${words.many(count, "gradient")} and its closed epochs (${closed.length}) are lost.`];
+  const { name, count, closed_steps: closed } = seen.info;
+  const text = [`Its sum of ${words.many(count, "gradient")} and its closed steps (${closed.length}) are lost.`];
   const field = h("input", { id: "confirm", autocomplete: "off", spellcheck: "false" });
   const fields = [h("label", { for: "confirm" }, "Type the name of the buffer to delete it"), field];
   const ready = () => field.value === name;
@@ -95,11 +95,11 @@ function remove(api, seen, done) {
 const FORMS = { safetensors: ["application/vnd.safetensors", "safetensors"], JSON: ["application/json", "json"] };
 
 /** Ask what to download. The value is fetched with the key in a header: a link would need the key in its address. */
-export function download(api, { info }, epoch = "") {
+export function download(api, { info }, step = "") {
   const option = (value, text) => h("option", { value }, text);
-  const epochs = [...info.closed_epochs].sort((a, b) => b - a).map((each) => option(each, `epoch ${each}, closed`));
-  const which = h("select", { id: "which" }, option("", `epoch ${info.epoch}, running`), epochs);
-  which.value = epoch;
+  const steps = [...info.closed_steps].sort((a, b) => b - a).map((each) => option(each, `step ${each}, closed`));
+  const which = h("select", { id: "which" }, option("", `step ${info.step}, running`), steps);
+  which.value = step;
   const reduce = h("select", { id: "reduce" }, option("sum", "sum"), option("mean", "mean"));
   const form = h("select", { id: "form" }, Object.keys(FORMS).map((name) => option(name, name)));
   const field = (label, select) => [h("label", { for: select.id }, label), select];
@@ -112,10 +112,10 @@ export function download(api, { info }, epoch = "") {
   });
 }
 
-async function save(api, name, epoch, reduce, [type, suffix]) {
-  const query = new URLSearchParams({ reduce, ...(epoch === "" ? {} : { epoch }) });
+async function save(api, name, step, reduce, [type, suffix]) {
+  const query = new URLSearchParams({ reduce, ...(step === "" ? {} : { step }) });
   const answer = await api.request(path(name, `/value?${query}`), { headers: { Accept: type } });
-  const end = epoch === "" ? "" : `.epoch-${epoch}`;
+  const end = step === "" ? "" : `.step-${step}`;
   const link = h("a", { href: URL.createObjectURL(await answer.blob()), download: `${name}${end}.${suffix}` });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000); // a browser may ask first where to save it

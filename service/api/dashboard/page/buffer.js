@@ -1,8 +1,8 @@
-// One buffer: its epoch, its numbers, and what can be done to it.
+// One buffer: its step, its numbers, and what can be done to it.
 
 import { actions, path } from "./actions.js";
 import { failure, h, put, say } from "./dom.js";
-import { epochChart } from "./epochs.js";
+import { stepChart } from "./steps.js";
 import { heatMap } from "./heat.js";
 import { histogram } from "./histogram.js";
 import { Receipts } from "./receipts.js";
@@ -17,8 +17,8 @@ const HEAT_CELLS = 64;
 /** Seconds between two readings. */
 const READ_SECONDS = 2;
 
-/** Closed epochs whose norms the page remembers, also of those that the buffer keeps no longer. */
-const MAX_EPOCHS = 200;
+/** Closed steps whose norms the page remembers, also of those that the buffer keeps no longer. */
+const MAX_STEPS = 200;
 
 export async function show(main, { api, caller, signal, parameters }) {
   const view = new Buffer(main, api, caller, signal, parameters.name);
@@ -37,7 +37,7 @@ class Buffer {
   constructor(main, api, caller, signal, name) {
     Object.assign(this, { main, api, caller, signal, name });
     this.info = this.tag = this.statistics = this.state = null;
-    this.epochs = [];
+    this.steps = [];
     this.of = null; // "running" or "closed": what the statistics are of
     this.page = null;
   }
@@ -47,28 +47,28 @@ class Buffer {
   async read() {
     const answer = await this.api.request(path(this.name), { signal: this.signal });
     const info = await answer.json();
-    if (this.info?.created_at !== info.created_at) [this.page, this.epochs] = [null, []];
+    if (this.info?.created_at !== info.created_at) [this.page, this.steps] = [null, []];
     [this.info, this.tag] = [info, answer.headers.get("ETag")];
     if (this.page === null || !this.page.isConnected) this.build();
     this.draw();
     await this.readStatistics();
-    await this.closed.show(info, this.epochs);
+    await this.closed.show(info, this.steps);
   }
 
-  /** Read the statistics of what the reader chose: at first of the last closed epoch, if any, because it is whole. */
+  /** Read the statistics of what the reader chose: at first of the last closed step, if any, because it is whole. */
   async readStatistics() {
-    const { epoch, version, closed_epochs: closed } = this.info;
+    const { step, version, closed_steps: closed } = this.info;
     this.of ??= closed.length ? "closed" : "running";
-    const state = this.of === "running" ? `${epoch}-${version}` : `closed ${closed.at(-1)}`;
-    const before = state === this.state ? this.statistics.epochs.length : 0;
+    const state = this.of === "running" ? `${step}-${version}` : `closed ${closed.at(-1)}`;
+    const before = state === this.state ? this.statistics.steps.length : 0;
     if (state === this.state && !this.more) return;
     const query = new URLSearchParams({ heat_map: HEAT_CELLS, closed: this.of === "closed" });
     this.statistics = await this.api.get(path(this.name, `/statistics?${query}`), { signal: this.signal });
-    const { epochs } = this.statistics;
+    const { steps } = this.statistics;
     this.state = state;
-    this.more = epochs.length > before && epochs.length < closed.length; // the server computes a few at a time
-    const known = new Map([...this.epochs, ...epochs].map((each) => [each.epoch, each]));
-    this.epochs = [...known.values()].sort((a, b) => a.epoch - b.epoch).slice(-MAX_EPOCHS);
+    this.more = steps.length > before && steps.length < closed.length; // the server computes a few at a time
+    const known = new Map([...this.steps, ...steps].map((each) => [each.step, each]));
+    this.steps = [...known.values()].sort((a, b) => a.step - b.step).slice(-MAX_STEPS);
     this.drawStatistics();
   }
 
@@ -98,16 +98,16 @@ class Buffer {
     });
     this.tiles = h("dl", { class: "tiles values" });
     this.bars = h("div", {}, h("p", { class: "muted" }, "Not computed yet."));
-    this.norms = epochChart("norm", this.signal);
-    this.none = h("p", { class: "muted", hidden: true }, "No epoch has closed yet.");
+    this.norms = stepChart("norm", this.signal);
+    this.none = h("p", { class: "muted", hidden: true }, "No step has closed yet.");
     this.heat = h("div");
     this.facts = h("dl", { class: "facts" });
-    const closed = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Closed epochs" });
+    const closed = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Closed steps" });
     this.closed = new Receipts(closed, this.api, this.signal);
     const left = [
       this.running.element,
-      panel("Norm", aside("by epoch"), [this.norms.element, this.none]),
-      panel("Closed epochs", aside("the last ones"), closed),
+      panel("Norm", aside("by step"), [this.norms.element, this.none]),
+      panel("Closed steps", aside("the last ones"), closed),
       panel("Rules and state", null, this.facts),
     ];
     const right = [
@@ -133,7 +133,7 @@ class Buffer {
 
   draw() {
     const { info } = this;
-    say(this.running.title, `Epoch ${info.epoch}`);
+    say(this.running.title, `Step ${info.step}`);
     this.running.draw(info, this.api.now());
     const [, ...facts] = words.fields(info);
     put(this.facts, facts.map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]));
@@ -142,9 +142,9 @@ class Buffer {
   drawStatistics() {
     const known = this.statistics;
     this.choice.value = this.of;
-    const last = this.of === "closed" && this.info.closed_epochs.length ? known.epoch : null;
-    say(this.choice.options[1], last === null ? "the last closed epoch" : `epoch ${last}, closed last`);
-    this.choice.options[1].disabled = this.info.closed_epochs.length === 0;
+    const last = this.of === "closed" && this.info.closed_steps.length ? known.step : null;
+    say(this.choice.options[1], last === null ? "the last closed step" : `step ${last}, closed last`);
+    this.choice.options[1].disabled = this.info.closed_steps.length === 0;
     const number = (value) => (value === null ? "none" : words.general(value, 4));
     const bad = known.nan + known.infinite;
     const tiles = [
@@ -165,9 +165,9 @@ class Buffer {
   }
 
   drawNorms() {
-    this.none.hidden = this.epochs.some(({ norm }) => norm !== null);
+    this.none.hidden = this.steps.some(({ norm }) => norm !== null);
     this.norms.element.hidden = !this.none.hidden;
-    if (this.none.hidden) this.norms.set(this.epochs);
+    if (this.none.hidden) this.norms.set(this.steps);
   }
 }
 

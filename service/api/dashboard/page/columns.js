@@ -13,7 +13,7 @@ const SPARK = { width: 52, height: 16 };
 export const POINTS = 30;
 
 /**
- * Return the columns. `statistics(row)` are the known statistics of a row, `norms(row)` those of its closed epochs, and
+ * Return the columns. `statistics(row)` are the known statistics of a row, `norms(row)` those of its closed steps, and
  * `now()` is the server's time. `width` is for the grid; a column that is not `isUsed(infos)` is not shown.
  */
 export function columnsOf({ statistics, norms, now }) {
@@ -29,7 +29,7 @@ export function columnsOf({ statistics, norms, now }) {
   const size = (row) => row.info?.shape.reduce((all, each) => all * each, 1) ?? null;
   const shape = (info, row) => (row.info ? words.shape(info.shape) : words.many(row.members.length, "buffer"));
   const weight = (info) => (info.weight === null ? "" : words.weight(info));
-  const epoch = (info) => (info.epochs ? [...new Set(info.epochs)].join("–") : String(info.epoch));
+  const step = (info) => (info.steps ? [...new Set(info.steps)].join("–") : String(info.step));
   return [
     { id: "name", title: "name", width: "minmax(13rem, 1fr)", key: (row) => row.name, fill: name },
     plain("shape", "7.5rem", shape, { key: size }),
@@ -61,7 +61,7 @@ export function columnsOf({ statistics, norms, now }) {
       },
     },
     plain("weight", "5.2rem", weight, { number: true }),
-    plain("epoch", "4rem", epoch, { number: true, key: (row) => row.info?.epoch ?? row.total.epochs[1] }),
+    plain("step", "4rem", step, { number: true, key: (row) => row.info?.step ?? row.total.steps[1] }),
     {
       id: "deadline",
       title: "deadline",

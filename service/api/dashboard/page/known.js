@@ -1,19 +1,19 @@
-// The statistics that the page knows of buffers: of the last closed epoch, or of the sum where no epoch has closed.
+// The statistics that the page knows of buffers: of the last closed step, or of the sum where no step has closed.
 
 import { path } from "./actions.js";
 
 /** Names in one request: the server computes for a bounded number of bytes, the rest with the next request. */
 const MAX_NAMES = 1000;
 
-/** Closed epochs of a buffer whose numbers are remembered. */
-const MAX_EPOCHS = 200;
+/** Closed steps of a buffer whose numbers are remembered. */
+const MAX_STEPS = 200;
 
 /** A buffer that is created again, or is in another namespace, is another one. */
 const keyOf = ({ name, created_at: at }) => `${at}/${name}`;
 
 class Known {
   statistics = new Map();
-  epochs = new Map();
+  steps = new Map();
   asked = new Map();
   busy = false;
 
@@ -32,15 +32,15 @@ class Known {
   }
 
   /**
-   * Return the closed epochs that the page has seen of all these buffers: {epoch, norm, loss}. `norm` is of their mean
+   * Return the closed steps that the page has seen of all these buffers: {step, norm, loss}. `norm` is of their mean
    * gradients together; `loss` is the mean value of the first buffer. At most the last `most` are returned.
    */
-  curve(infos, most = MAX_EPOCHS) {
-    const [first, ...others] = infos.map((info) => this.epochs.get(keyOf(info)) ?? new Map());
-    const whole = [...(first ?? [])].filter(([epoch]) => others.every((each) => each.has(epoch)));
-    const norm = (epoch) => Math.hypot(...[first, ...others].map((each) => each.get(epoch).norm));
+  curve(infos, most = MAX_STEPS) {
+    const [first, ...others] = infos.map((info) => this.steps.get(keyOf(info)) ?? new Map());
+    const whole = [...(first ?? [])].filter(([step]) => others.every((each) => each.has(step)));
+    const norm = (step) => Math.hypot(...[first, ...others].map((each) => each.get(step).norm));
     const last = whole.sort(([a], [b]) => a - b).slice(-most);
-    return last.map(([epoch, { mean }]) => ({ epoch, norm: norm(epoch), loss: mean }));
+    return last.map(([step, { mean }]) => ({ step, norm: norm(step), loss: mean }));
   }
 
   /** Ask for the statistics of these buffers that have changed since. Return whether any came. */
@@ -59,39 +59,39 @@ class Known {
     }
   }
 
-  /** Read all closed epochs that a buffer keeps. */
-  async readEpochs(info, { api, signal }) {
-    const { epochs } = await api.get(path(info.name, "/statistics"), { signal });
-    epochs.forEach((each) => this.remember(info, each));
+  /** Read all closed steps that a buffer keeps. */
+  async readSteps(info, { api, signal }) {
+    const { steps } = await api.get(path(info.name, "/statistics"), { signal });
+    steps.forEach((each) => this.remember(info, each));
   }
 
   isOld(info) {
-    const { epoch, version, closed_epochs: closed } = info;
+    const { step, version, closed_steps: closed } = info;
     const known = this.statistics.get(keyOf(info));
     if (!known) return true;
-    return closed.length ? known.epoch < closed.at(-1) : known.epoch !== epoch || known.version !== version;
+    return closed.length ? known.step < closed.at(-1) : known.step !== step || known.version !== version;
   }
 
   /** Keep the statistics. The server may answer those of an earlier state again, which are no news. */
   learn(info, statistics) {
     const known = this.statistics.get(keyOf(info));
-    if (known && known.epoch === statistics.epoch && known.version === statistics.version) return false;
+    if (known && known.step === statistics.step && known.version === statistics.version) return false;
     this.statistics.set(keyOf(info), statistics);
-    if (info.closed_epochs.length) this.remember(info, statistics); // perhaps of a later epoch than the list said
+    if (info.closed_steps.length) this.remember(info, statistics); // perhaps of a later step than the list said
     return true;
   }
 
-  remember(info, { epoch, norm, mean, weight }) {
-    const epochs = this.epochs.get(keyOf(info)) ?? new Map();
+  remember(info, { step, norm, mean, weight }) {
+    const steps = this.steps.get(keyOf(info)) ?? new Map();
     const part = (number) => (number === null || weight === 0 ? null : number / weight);
-    if (norm !== null) this.epochs.set(keyOf(info), epochs.set(epoch, { norm: part(norm), mean: part(mean) }));
-    if (epochs.size > MAX_EPOCHS) epochs.delete(Math.min(...epochs.keys()));
+    if (norm !== null) this.steps.set(keyOf(info), steps.set(step, { norm: part(norm), mean: part(mean) }));
+    if (steps.size > MAX_STEPS) steps.delete(Math.min(...steps.keys()));
   }
 
   /** Forget the buffers that are gone. */
   keep(infos) {
     const keys = new Set(infos.map(keyOf));
-    for (const map of [this.statistics, this.epochs, this.asked])
+    for (const map of [this.statistics, this.steps, this.asked])
       for (const key of map.keys()) if (!keys.has(key)) map.delete(key);
   }
 }

@@ -28,8 +28,8 @@ export class Listed {
 
 function added(info, then) {
   if (!then || then.created_at !== info.created_at) return 0;
-  const epochs = info.quorum === null ? info.epoch - then.epoch : 0; // a take or a zero is no add
-  return Math.max(info.version - then.version - epochs, 0);
+  const steps = info.quorum === null ? info.step - then.step : 0; // a take or a zero is no add
+  return Math.max(info.version - then.version - steps, 0);
 }
 
 /** Let a view {main, listed, read, tick} read now and then, and tick each second, until the signal aborts. */

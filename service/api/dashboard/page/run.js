@@ -1,7 +1,7 @@
-// One run: its workers, its loss and its norm by epoch, and its buffers as a tree.
+// One run: its workers, its loss and its norm by step, and its buffers as a tree.
 
 import { h, put, say } from "./dom.js";
-import { epochChart } from "./epochs.js";
+import { stepChart } from "./steps.js";
 import { known } from "./known.js";
 import { follow, Listed } from "./listed.js";
 import { tellState } from "./runs.js";
@@ -11,7 +11,7 @@ import { sameIn } from "./tree.js";
 import * as words from "./words.js";
 import { Running } from "./workers.js";
 
-/** Buffers whose kept epochs are read when the page opens: each is a request. */
+/** Buffers whose kept steps are read when the page opens: each is a request. */
 const MAX_HISTORIES = 60;
 
 export async function show(main, { api, signal, parameters }) {
@@ -45,11 +45,11 @@ class Run {
     this.tick();
   }
 
-  /** Read the epochs that a buffer keeps, if any has closed since the last time; or `once` only. */
+  /** Read the steps that a buffer keeps, if any has closed since the last time; or `once` only. */
   async readHistory(info, once = false) {
-    const state = `${info.created_at}/${once ? "" : info.epoch}`;
-    if (this.histories.get(info.name) === state || !info.closed_epochs.length) return;
-    await known.readEpochs(info, this);
+    const state = `${info.created_at}/${once ? "" : info.step}`;
+    if (this.histories.get(info.name) === state || !info.closed_steps.length) return;
+    await known.readSteps(info, this);
     this.histories.set(info.name, state);
   }
 
@@ -62,10 +62,10 @@ class Run {
 
   build() {
     this.state = h("a");
-    this.running = new Running("Workers", ["epoch", "count", "weight", "deadline", "adds/s", "updated"]);
+    this.running = new Running("Workers", ["step", "count", "weight", "deadline", "adds/s", "updated"]);
     this.unnamed = h("p", { class: "muted" }, "The workers have not given their names.");
     this.running.element.append(this.unnamed);
-    this.graphs = h("div", { class: "panels" }, this.chart("norm", "Norm", "of the mean gradient, by closed epoch"));
+    this.graphs = h("div", { class: "panels" }, this.chart("norm", "Norm", "of the mean gradient, by closed step"));
     this.table = new BufferTable({
       label: `Buffers of ${this.name}`,
       api: this.api,
@@ -86,10 +86,10 @@ class Run {
 
   /** Return a panel with a chart of `label`, and words in place of it while there is nothing to draw. */
   chart(label, title, note) {
-    const chart = epochChart(label, this.signal);
-    const none = h("p", { class: "muted" }, "No epoch has closed yet.");
-    this.charts.set(title, (epochs) => {
-      const known = epochs.filter((each) => each[label] !== null);
+    const chart = stepChart(label, this.signal);
+    const none = h("p", { class: "muted" }, "No step has closed yet.");
+    this.charts.set(title, (steps) => {
+      const known = steps.filter((each) => each[label] !== null);
       [none.hidden, chart.element.hidden] = [known.length > 0, known.length === 0];
       if (known.length) chart.set(known);
     });
@@ -101,11 +101,11 @@ class Run {
     if (this.signal.aborted || !this.page?.isConnected) return;
     this.table.grid.draw();
     const { run } = this;
-    const [now, step, info] = [this.api.now(), this.steps.of(run), run.behind];
+    const [now, info] = [this.api.now(), run.behind];
     tellState(this.state, run, stateOf(run, known.ill(run.infos).length, now));
     const rate = this.listed.rate(run.infos);
     this.running.draw(info, now, {
-      epoch: info.epoch.toLocaleString("en") + (step === null ? "" : `, step ${step.toLocaleString("en")}`),
+      step: (this.steps.of(run) ?? info.step).toLocaleString("en"),
       "adds/s": rate === null ? "–" : words.general(rate, 3),
       updated: words.distance(Math.min(run.moved, now), now),
     });
@@ -113,7 +113,7 @@ class Run {
     this.charts.get("Norm")(known.curve(run.gradients));
     for (const loss of run.losses) {
       const title = loss.name.slice(run.prefix.length);
-      if (!this.charts.has(title)) this.graphs.prepend(this.chart("loss", title, "mean of each closed epoch"));
+      if (!this.charts.has(title)) this.graphs.prepend(this.chart("loss", title, "mean of each closed step"));
       this.charts.get(title)(known.curve([loss]));
     }
     say(this.summary, `${words.many(run.infos.length, "buffer")}, ${words.size(run.bytes)}`);

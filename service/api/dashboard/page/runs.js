@@ -104,7 +104,7 @@ class Runs {
 class Table {
   constructor() {
     const number = (title) => h("th", { scope: "col", class: "number" }, title);
-    const heads = ["run", number("epoch"), number("loss"), number("norm"), number("adds/s"), "workers"];
+    const heads = ["run", number("step"), number("loss"), number("norm"), number("adds/s"), "workers"];
     const element = table("plain runs", heads, []);
     [this.runs, this.most, this.body] = [[], MAX_SHOWN, element.tBodies[0]];
     this.more = h("button", { type: "button", hidden: true, onclick: () => (this.most += MAX_SHOWN) });
@@ -132,7 +132,7 @@ class Row {
   constructor({ name }) {
     const cell = (kind) => [kind, h("td", { class: `number ${kind}` })];
     this.state = h("a");
-    this.cells = Object.fromEntries(["epoch", "loss", "norm", "rate"].map(cell));
+    this.cells = Object.fromEntries(["step", "loss", "norm", "rate"].map(cell));
     [this.curve, this.norm, this.chips] = [spark(), h("span"), chips()];
     put(this.cells.norm, this.curve, this.norm);
     const link = h("a", { href: `#/runs/${encodeURIComponent(name)}`, class: "name" }, name);
@@ -143,8 +143,7 @@ class Row {
   fill(run, state, { now, steps, rate }) {
     mark(this.element, "data-state", state.kind);
     tellState(this.state, run, state);
-    const step = steps.of(run);
-    say(this.cells.epoch, step === null ? run.behind.epoch.toLocaleString("en") : `step ${step.toLocaleString("en")}`);
+    say(this.cells.step, (steps.of(run) ?? run.behind.step).toLocaleString("en"));
     const [loss] = run.losses.map((info) => known.curve([info], 1).at(-1)?.loss ?? null);
     say(this.cells.loss, typeof loss === "number" ? words.general(loss, 4) : "");
     const curve = known.curve(run.gradients, POINTS).map(({ norm }) => norm);

@@ -3,7 +3,7 @@
 import { h, listing, put, say, scroller } from "./dom.js";
 import * as words from "./words.js";
 
-const NUMBERS = ["parts", "buffers", "size", "weight", "epoch"].map((title) => [title, "number"]);
+const NUMBERS = ["parts", "buffers", "size", "weight", "step"].map((title) => [title, "number"]);
 
 const COLUMNS = [["push", "long"], ...NUMBERS, ["contributor"], ["expires"], ["refused"]];
 
@@ -34,7 +34,7 @@ function textsOf(push) {
     push.count,
     words.size(push.bytes),
     words.general(push.weight),
-    push.epoch,
+    push.step,
     push.contributor,
     words.time(push.expires_at),
     push.refused,

@@ -7,7 +7,7 @@ import { count, many, missing, span, waiting } from "./words.js";
 /** Seconds without a change after which a run is over, or given up. */
 const OVER_SECONDS = 600;
 
-/** Seconds that an epoch may wait until nobody is expected to mend it. */
+/** Seconds that a step may wait until nobody is expected to mend it. */
 const GIVEN_UP_SECONDS = 3600;
 
 /** Seconds without an add until the page says how long it is. */
@@ -50,16 +50,16 @@ export function runsOf(infos) {
 
 /**
  * Return a run: its `infos` without bookkeeping; its `gradients`, its `losses`, and, if a graph is trained, its
- * `parameters`; and `behind`, the gradient whose epoch lacks most, as losses may come more rarely.
+ * `parameters`; and `behind`, the gradient whose step lacks most, as losses may come more rarely.
  */
 function runOf(prefix, all) {
   const infos = all.filter(({ name }) => !isOwn(name));
   const begins = (letter) => infos.filter(({ name }) => name.startsWith(`${prefix}${letter}.`));
   const [parameters, taught] = [begins("p"), begins("g")];
   const isGraph = parameters.length > 0 && taught.length > 0;
-  const summed = infos.filter((info) => hasEpochs(info));
+  const summed = infos.filter((info) => hasSteps(info));
   const losses = summed.filter((info) => isLoss(info));
-  const lacks = (a, b) => a.epoch - b.epoch || (progress(a) ?? 0) - (progress(b) ?? 0) || a.updated_at - b.updated_at;
+  const lacks = (a, b) => a.step - b.step || (progress(a) ?? 0) - (progress(b) ?? 0) || a.updated_at - b.updated_at;
   const gradients = isGraph ? taught : summed.filter((info) => !losses.includes(info));
   const [behind] = [gradients, losses, infos].find((some) => some.length)?.toSorted(lacks) ?? [];
   return {
@@ -76,8 +76,8 @@ function runOf(prefix, all) {
   };
 }
 
-function hasEpochs(info) {
-  return info.epoch > 0 || [info.quorum, info.quorum_weight, info.deadline_seconds].some((rule) => rule !== null);
+function hasSteps(info) {
+  return info.step > 0 || [info.quorum, info.quorum_weight, info.deadline_seconds].some((rule) => rule !== null);
 }
 
 function isLoss({ name, shape }) {
@@ -109,9 +109,9 @@ export class Steps {
 const stateOfBuffer = ({ name, created_at: at, version }) => `${name}/${at}/${version}`;
 
 /**
- * Return the workers of a run: {name, kind, since}. `kind` is "in", "soon" while the epoch still moves, "out", or, if
+ * Return the workers of a run: {name, kind, since}. `kind` is "in", "soon" while the step still moves, "out", or, if
  * somebody should look, "out slow". `since` is for how many seconds a worker that is out has not been seen. A worker
- * that `isGone` was not in the last closed epoch either.
+ * that `isGone` was not in the last closed step either.
  */
 export function workersOf({ behind }, now) {
   const [still, isSlow] = [stillFor(behind, now), isWaiting(behind, now) || isLate(behind, now)];

@@ -99,7 +99,7 @@ export function sameIn(infos) {
     count: alike("count", "quorum", "quorum_weight", "weight"),
     missing: every((info) => String(info.missing) === missing),
     weight: alike("weight", "quorum_weight"),
-    epoch: alike("epoch"),
+    step: alike("step"),
     deadline: alike("deadline_at"),
     updated: every((info) => Math.abs(info.updated_at - first.updated_at) < 1),
   };
@@ -109,16 +109,16 @@ export function sameIn(infos) {
 /** Return the numbers of buffers together, in the form of metadata: those of the one that lacks most, or of all. */
 function total(infos) {
   const same = (name) => (infos.every((info) => info[name] === infos[0][name]) ? infos[0][name] : null);
-  const lacks = (a, b) => a.epoch < b.epoch || (a.epoch === b.epoch && (progress(a) ?? 1) < (progress(b) ?? 1));
+  const lacks = (a, b) => a.step < b.step || (a.step === b.step && (progress(a) ?? 1) < (progress(b) ?? 1));
   const behind = infos.reduce((least, info) => (lacks(info, least) ? info : least));
-  const epochs = infos.map((info) => info.epoch);
+  const steps = infos.map((info) => info.step);
   const due = infos.filter((info) => info.deadline_at !== null).sort((a, b) => a.deadline_at - b.deadline_at)[0];
   return {
     ...behind,
     behind,
     dtype: same("dtype"),
     weight: same("weight"),
-    epochs: [epochs.reduce((a, b) => Math.min(a, b)), epochs.reduce((a, b) => Math.max(a, b))],
+    steps: [steps.reduce((a, b) => Math.min(a, b)), steps.reduce((a, b) => Math.max(a, b))],
     bytes: infos.reduce((sum, info) => sum + info.bytes, 0),
     deadline_at: due?.deadline_at ?? null,
     deadline_seconds: due?.deadline_seconds ?? null,

@@ -39,7 +39,7 @@ export function missing(names) {
   return [all.slice(0, -1).join(", "), ...all.slice(-1)].filter(Boolean).join(" and ");
 }
 
-/** Return for whom or what an epoch waits, and how long it has not moved: waiting for rank2 for 40 s. */
+/** Return for whom or what a step waits, and how long it has not moved: waiting for rank2 for 40 s. */
 export function waiting(info, seconds) {
   const lacking = info.quorum === null ? "more weight" : `${info.quorum - info.count} of ${info.quorum}`;
   return `waiting for ${info.missing?.length ? missing(info.missing) : lacking} for ${span(seconds)}`;
@@ -116,7 +116,7 @@ export function fields(info) {
     ["shape", shape(info.shape)],
     ["dtype", info.dtype],
     ["size", size(info.bytes)],
-    ["epoch", String(info.epoch)],
+    ["step", String(info.step)],
     ["count", count(info)],
     ["weight", weight(info)],
     ["contributors", `${contributors(info.contributors_in)}; ${most(info.per_contributor)} of each`],
@@ -126,7 +126,7 @@ export function fields(info) {
     ["nonfinite", info.nonfinite],
     ["max norm", info.max_norm === null ? "none" : general(info.max_norm)],
     ["keep", String(info.keep)],
-    ["closed epochs", info.closed_epochs.join(", ") || "none"],
+    ["closed steps", info.closed_steps.join(", ") || "none"],
     ["created", time(info.created_at)],
     ["updated", time(info.updated_at)],
     ["expires", info.expires_at === null ? "never" : time(info.expires_at)],

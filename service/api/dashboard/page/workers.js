@@ -1,4 +1,4 @@
-// The workers of an epoch as chips, and the panel of a running epoch.
+// The workers of a step as chips, and the panel of a running step.
 
 import { h, mark, put, say } from "./dom.js";
 import { bar, isLate, isWaiting, progress, setBar } from "./progress.js";
@@ -28,7 +28,7 @@ export function setChips(list, workers, most = Infinity) {
   if (more) mark(say(list.lastChild, `${more} more`), "class", null);
 }
 
-/** The panel of a running epoch: its numbers by their `names`, how much is in, and who. */
+/** The panel of a running step: its numbers by their `names`, how much is in, and who. */
 export class Running {
   constructor(title, names) {
     this.values = Object.fromEntries(names.map((name) => [name, h("dd")]));
@@ -38,7 +38,7 @@ export class Running {
     this.element = h("section", { class: "panel running" }, this.title, list, this.track, this.people);
   }
 
-  /** Show the epoch of a buffer at the server's time `now`, with `more` texts by their names. */
+  /** Show the step of a buffer at the server's time `now`, with `more` texts by their names. */
   draw(info, now, more = {}) {
     const texts = {
       count: count(info),

@@ -1,4 +1,4 @@
-"""Contributors to epochs that end by deadlines or quorums, while rules change and servers die."""
+"""Contributors to steps that end by deadlines or quorums, while rules change and servers die."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from tests.faults.servers import PATIENCE, Client, new_key, tensors
 CONTRIBUTORS = 3
 
 KEEP = 1000
-"""Closed epochs that the buffer keeps: those of a short run."""
+"""Closed steps that the buffer keeps: those of a short run."""
 
 PAUSES = (0.0, 0.01, 0.15)
 """Seconds that each contributor waits before its adds: the last often comes after the deadline."""
 
 
 class Contributor:
-    """A contributor that adds once to each epoch, unless it is late. `made` are the epochs that its adds are in."""
+    """A contributor that adds once to each step, unless it is late. `made` are the steps that its adds are in."""
 
     def __init__(self, connect: Callable[[], Client], row: int) -> None:
         self._connect, self.row, self.name = connect, row, f"rank{row}"
         self.made: set[int] = set()
 
     def run(self, stop: threading.Event) -> None:
-        epoch = 0
+        step = 0
         with self._connect() as client:
             while not stop.wait(PAUSES[self.row]):
-                self._add(client, epoch)
-                while (answer := _receipt(client, epoch, timeout=1)).status_code == 409:
-                    assert answer.json()["code"] == "epoch_open", answer.text
+                self._add(client, step)
+                while (answer := _receipt(client, step, timeout=1)).status_code == 409:
+                    assert answer.json()["code"] == "step_open", answer.text
                     if stop.is_set():
                         return
                 assert answer.status_code == 200, answer.text
-                epoch += 1
+                step += 1
 
-    def gradient(self, epoch: int) -> Array:
+    def gradient(self, step: int) -> Array:
         gradient = np.zeros((CONTRIBUTORS, 2))
-        gradient[self.row] = 1, epoch
+        gradient[self.row] = 1, step
         return gradient
 
-    def _add(self, client: Client, epoch: int) -> None:
-        add = {"params": {"epoch": epoch, "contributor": self.name}, **tensors(gradient=self.gradient(epoch))}
+    def _add(self, client: Client, step: int) -> None:
+        add = {"params": {"step": step, "contributor": self.name}, **tensors(gradient=self.gradient(step))}
         answer = client.send("POST", "/v1/buffers/b/accumulate", key=new_key(), **add)
         if answer.status_code == 200:
-            assert answer.json()["epoch"] == epoch
-            self.made.add(epoch)
+            assert answer.json()["step"] == step
+            self.made.add(step)
         else:
-            assert answer.json()["code"] == "stale_epoch", answer.text
+            assert answer.json()["code"] == "stale_step", answer.text
 
 
 class Ruler:
@@ -78,9 +78,9 @@ class Ruler:
 
 @contextmanager
 def running(connect: Callable[[], Client]) -> Iterator[None]:
-    """Let contributors add and rules change until the context is left. Then each add must be in its epoch, once.
+    """Let contributors add and rules change until the context is left. Then each add must be in its step, once.
 
-    Without faults in the end, epochs end by their deadlines and by their quorums.
+    Without faults in the end, steps end by their deadlines and by their quorums.
     """
     stop, ruler = threading.Event(), Ruler(connect)
     several = [Contributor(connect, row) for row in range(CONTRIBUTORS)]
@@ -91,9 +91,9 @@ def running(connect: Callable[[], Client]) -> Iterator[None]:
         made = [threads.submit(run, stop) for run in runs]
         try:
             yield
-            first = client.metadata("b")["epoch"]
+            first = client.metadata("b")["step"]
             both = {"deadline", "quorum"}
-            wait(lambda: _ways(client, first) == both or any(one.done() for one in made), "epochs do not close")
+            wait(lambda: _ways(client, first) == both or any(one.done() for one in made), "steps do not close")
         finally:
             stop.set()
         for one in made:
@@ -102,28 +102,28 @@ def running(connect: Callable[[], Client]) -> Iterator[None]:
 
 
 def _ways(client: Client, first: int) -> set[str]:
-    """Return what has closed the epochs from `first` on."""
-    return {_receipt(client, epoch).json()["closed_by"] for epoch in range(first, client.metadata("b")["epoch"])}
+    """Return what has closed the steps from `first` on."""
+    return {_receipt(client, step).json()["closed_by"] for step in range(first, client.metadata("b")["step"])}
 
 
 def _check(client: Client, several: list[Contributor], ruler: Ruler) -> None:
     client.done("PATCH", "/v1/buffers/b", json={"deadline_seconds": None, "min_count": 1})  # nothing changes now
     known = client.metadata("b")
-    assert known["closed_epochs"] == [*range(max(0, known["epoch"] - KEEP), known["epoch"])]
+    assert known["closed_steps"] == [*range(max(0, known["step"] - KEEP), known["step"])]
     found = []
-    for epoch in known["closed_epochs"]:
-        receipt = _receipt(client, epoch).json()
-        within = [one for one in several if epoch in one.made]
+    for step in known["closed_steps"]:
+        receipt = _receipt(client, step).json()
+        within = [one for one in several if step in one.made]
         assert receipt["contributors"] == {one.name: 1 for one in within}
         assert receipt["count"] == receipt["weight"] == len(within)
-        assert (client.value("b", epoch=epoch) == sum(one.gradient(epoch) for one in within)).all()
+        assert (client.value("b", step=step) == sum(one.gradient(step) for one in within)).all()
         found.append(receipt["closed_by"])
-    assert known["contributors_in"] == {one.name: 1 for one in several if known["epoch"] in one.made}
+    assert known["contributors_in"] == {one.name: 1 for one in several if known["step"] in one.made}
     assert "deadline" in found
     assert {*found} <= {"deadline", "quorum"}
     least = sum(len(one.made) for one in several) + ruler.made + 1
-    assert least <= known["version"] <= least + known["epoch"]  # closings by the clock have versions of their own
+    assert least <= known["version"] <= least + known["step"]  # closings by the clock have versions of their own
 
 
-def _receipt(client: Client, epoch: int, timeout: float = 0) -> httpx.Response:
-    return client.send("GET", "/v1/buffers/b", params={"epoch": epoch, "timeout": timeout})
+def _receipt(client: Client, step: int, timeout: float = 0) -> httpx.Response:
+    return client.send("GET", "/v1/buffers/b", params={"step": step, "timeout": timeout})

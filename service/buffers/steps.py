@@ -1,4 +1,4 @@
-"""Epochs of a buffer: what has closed an epoch, and who has added to it."""
+"""Steps of a buffer: what has closed a step, and who has added to it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Literal, TypeAlias
 from service.errors import InvalidParameter, shown
 
 ClosedBy: TypeAlias = Literal["quorum", "deadline", "take"]
-"""What closes an epoch: its quorum of gradients or of weight, its deadline, or a client."""
+"""What closes a step: its quorum of gradients or of weight, its deadline, or a client."""
 
 MAX_QUORUM = 10**9
-"""Gradients of a quorum: more than any epoch can gather."""
+"""Gradients of a quorum: more than any step can gather."""
 
 MAX_KEEP = 1000
-"""Closed epochs that a buffer keeps: every record holds their list, and every change writes it."""
+"""Closed steps that a buffer keeps: every record holds their list, and every change writes it."""
 
 MAX_TTL_SECONDS = 10**9
 """The longest time to live, and the longest deadline: 31 years, in effect for ever."""
 
 MAX_CONTRIBUTORS = 1000
-"""Contributors to an epoch: every change of the buffer writes their names."""
+"""Contributors to a step: every change of the buffer writes their names."""
 
 MAX_KEPT_CONTRIBUTORS = 20_000
-"""Contributors to all epochs that a buffer keeps: about 200 KB of short names, which every change writes."""
+"""Contributors to all steps that a buffer keeps: about 200 KB of short names, which every change writes."""
 
 MAX_CONTRIBUTORS_BYTES = 1 << 14
-"""Bytes of the names of contributors that a buffer expects, or that an epoch has: 16 for each of a thousand."""
+"""Bytes of the names of contributors that a buffer expects, or that a step has: 16 for each of a thousand."""
 
 MAX_KEPT_CONTRIBUTORS_BYTES = 1 << 18
-"""Bytes of these names in all epochs that a buffer keeps."""
+"""Bytes of these names in all steps that a buffer keeps."""
 
 MAX_CONTRIBUTOR_CHARACTERS = 100
 """Characters of a contributor's name: a host, a rank and the name of a run."""
@@ -41,9 +41,9 @@ MOST_MISSING_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A closed epoch. Its sum has the id `value`, or None if nothing was added."""
+    """A closed step. Its sum has the id `value`, or None if nothing was added."""
 
-    epoch: int
+    step: int
     version: int
     count: int
     weight: float
@@ -54,8 +54,8 @@ class Closed:
 
     @property
     def etag(self) -> str:
-        """The tag of the epoch's last state, in quotation marks."""
-        return f'"{self.epoch}-{self.version}"'
+        """The tag of the step's last state, in quotation marks."""
+        return f'"{self.step}-{self.version}"'
 
 
 def is_contributor(name: object) -> bool:

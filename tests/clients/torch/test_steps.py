@@ -20,20 +20,20 @@ def workers(server: Client, run: str, **options: Any) -> list[tuple[Any, Gradien
     return [(model, GradientAccumulator(model, server, run=run, quorum=2, **options)) for model in models]
 
 
-# ----- epochs without gradients -----
+# ----- steps without gradients -----
 
 
 @pytest.mark.parametrize("unused", ["none", "zeros"])
-def test_an_epoch_without_weight_is_no_dead_end(server: Client, run: str, unused: Any) -> None:
+def test_an_step_without_weight_is_no_dead_end(server: Client, run: str, unused: Any) -> None:
     both = workers(server, run, unused=unused, worker=None)
     for model, worker in both:
         backward(model, 2, 1)
         worker.push(weight=0)
     for model, worker in both:
         pulled = worker.pull()
-        assert (pulled.epoch, pulled.count, pulled.weight) == (0, 2, 0)
+        assert (pulled.step, pulled.count, pulled.weight) == (0, 2, 0)
         assert grads(model) == [None] * 4
-        assert worker.state_dict() == {"run": ANY, "epoch": 1, "pushes": 0}
+        assert worker.state_dict() == {"run": ANY, "step": 1, "pushes": 0}
     expected = own(both[0][0], [(4, 1), (2, 2)])
     for (model, worker), (size, seed) in zip(both, [(4, 1), (2, 2)], strict=True):
         backward(model, size, seed)
@@ -43,11 +43,11 @@ def test_an_epoch_without_weight_is_no_dead_end(server: Client, run: str, unused
         assert_close(grads(model), expected)
 
 
-def test_a_single_worker_closes_an_epoch_without_weight(server: Client, run: str) -> None:
+def test_a_single_worker_closes_an_step_without_weight(server: Client, run: str) -> None:
     model = net()
     gradients = GradientAccumulator(model, server, run=run)
     gradients.push(weight=0)
-    assert (gradients.pull().weight, grads(model), gradients.epoch) == (0, [None] * 4, 1)
+    assert (gradients.pull().weight, grads(model), gradients.step) == (0, [None] * 4, 1)
     backward(model, 4, 1)
     expected = grads(model)
     gradients.push()
@@ -76,12 +76,12 @@ def test_a_push_of_weight_0_sends_no_number(url: str, run: str, bad: float) -> N
 # ----- what a pull returns, and sets -----
 
 
-def test_a_pull_returns_its_epoch(server: Client, run: str) -> None:
+def test_a_pull_returns_its_step(server: Client, run: str) -> None:
     for model, worker in workers(server, run):
         backward(model, 3, 1)
         worker.push(weight=1.5)
     pulled = worker.pull()
-    assert (pulled.epoch, pulled.count, pulled.weight) == (0, 2, 3.0)
+    assert (pulled.step, pulled.count, pulled.weight) == (0, 2, 3.0)
 
 
 @pytest.mark.parametrize("quorum", [None, 2])
@@ -247,7 +247,7 @@ def test_half_precision_travels_as_it_is(
 
 
 def test_a_pull_of_several_dtypes_is_finished_after_a_restart(url: str, run: str) -> None:
-    """Without a quorum one request closes the epoch of all buffers. The worker dies after it."""
+    """Without a quorum one request closes the step of all buffers. The worker dies after it."""
     transport = Watched()
     with Client(url, transport=transport, max_retries=0) as server:
         models = [torch.nn.ParameterList([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)]) for _ in range(2)]
@@ -260,11 +260,11 @@ def test_a_pull_of_several_dtypes_is_finished_after_a_restart(url: str, run: str
             first.pull()
         transport.refuses = lambda request: False
         infos = server.buffers.list(run)
-        assert {(info.epoch, info.count) for info in infos if not info.name.endswith("::start")} == {(1, 0)}
+        assert {(info.step, info.count) for info in infos if not info.name.endswith("::start")} == {(1, 0)}
         second = GradientAccumulator(models[1], server, run=run, worker="0")
         second.load_state_dict(state)
         for worker, model in ((second, models[1]), (first, models[0])):
-            assert worker.epoch == 0
+            assert worker.step == 0
             assert worker.pull().count == 1
             assert [gradient.tolist() for gradient in grads(model)] == [[1, 1], [1, 1]]
-            assert worker.epoch == 1
+            assert worker.step == 1

@@ -1,4 +1,4 @@
-"""`/v1/buffers` over real HTTP, with each store: epochs, and requests for many buffers."""
+"""`/v1/buffers` over real HTTP, with each store: steps, and requests for many buffers."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from tests.api.calls import add, create, etag, fresh, get, loaded, metadata, nam
 from tests.api.headers import SAFE, TO_SAFETENSORS
 from tests.serving import assert_problem
 
-# ----- epochs -----
+# ----- steps -----
 
 
-def test_zero_begins_the_next_epoch(http: httpx.Client) -> None:
+def test_zero_begins_the_next_step(http: httpx.Client) -> None:
     name = create(http)
     add(http, name, [1, 2])
     answer = post(http, name, "zero")
     assert answer.headers["etag"] == etag(http, name) == '"1-2"'
-    expected = {"name": name, "updated": True, "closed": False, "epoch": 1, "version": 2, "count": 0, "weight": 0.0}
+    expected = {"name": name, "updated": True, "closed": False, "step": 1, "version": 2, "count": 0, "weight": 0.0}
     assert ok(answer) == expected
     assert value(http, name) == [0, 0]
-    problem = assert_problem(get(http, name, epoch=0), 410, "epoch_gone", name, "zeroed")
-    assert problem["epoch"] == 1
-    assert loaded(post(http, name, "zero", TO_SAFETENSORS))[1][name]["epoch"] == 2
+    problem = assert_problem(get(http, name, step=0), 410, "step_gone", name, "zeroed")
+    assert problem["step"] == 1
+    assert loaded(post(http, name, "zero", TO_SAFETENSORS))[1][name]["step"] == 2
 
 
-def test_take_answers_the_value_and_closes_the_epoch(http: httpx.Client) -> None:
+def test_take_answers_the_value_and_closes_the_step(http: httpx.Client) -> None:
     name = create(http)
     add(http, name, [1, 2], weight=2)
     add(http, name, [4, 4], weight=2)
     answer = post(http, name, "take", reduce="mean", dtype="float64")
     assert answer.headers["etag"] == etag(http, name) == '"1-3"'
-    expected = {"name": name, "updated": True, "closed": True, "epoch": 0, "version": 3, "count": 2, "weight": 4.0}
+    expected = {"name": name, "updated": True, "closed": True, "step": 0, "version": 3, "count": 2, "weight": 4.0}
     expected |= {"closed_by": "take", "contributors": {}}
     assert ok(answer) == {**expected, "value": {"dtype": "float64", "shape": [2], "data": [2.5, 3.0]}}
     assert value(http, name) == [0, 0]
-    closed = ok(get(http, name, epoch=0))
+    closed = ok(get(http, name, step=0))
     assert closed == {**expected, "updated": False, "value": {"dtype": "float32", "shape": [2], "data": [10.0, 12.0]}}
-    assert value(http, name, epoch=0, reduce="mean") == [2.5, 3]
+    assert value(http, name, step=0, reduce="mean") == [2.5, 3]
     add(http, name, [1, 1])
     tensors, receipts = loaded(post(http, name, "take", TO_SAFETENSORS))
     assert tensors["value"].tolist() == [1, 1]
-    assert receipts == {name: {**expected, "epoch": 1, "version": 5, "count": 1, "weight": 1.0}}
+    assert receipts == {name: {**expected, "step": 1, "version": 5, "count": 1, "weight": 1.0}}
     assert ok(post(http, name, "take", encoding="base64"))["value"]["base64"] == "AAAAAAAAAAA="
 
 
@@ -67,7 +67,7 @@ def test_take_needs_min_count(http: httpx.Client) -> None:
     before = state(http, name)
     for params in ({}, {"timeout": 0.05}):
         problem = assert_problem(post(http, name, "take", min_count=2, **params), 409, "too_few_gradients", name, "2")
-        assert (problem["buffer"], problem["epoch"], problem["count"]) == (name, 0, 1)
+        assert (problem["buffer"], problem["step"], problem["count"]) == (name, 0, 1)
     assert state(http, name) == before
     many = http.post("/v1/buffers/take", json=naming(name), params={"min_count": 2})
     for answer in (post(http, name, "take", min_count=2), many):
@@ -78,36 +78,36 @@ def test_take_needs_min_count(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("close", ["take", "quorum"])
-def test_the_last_closed_epochs_are_kept(http: httpx.Client, close: str) -> None:
+def test_the_last_closed_steps_are_kept(http: httpx.Client, close: str) -> None:
     name = create(http, keep=3, quorum=1 if close == "quorum" else None)
-    for epoch in range(5):
-        receipt = ok(add(http, name, [epoch, 1], epoch=epoch))
+    for step in range(5):
+        receipt = ok(add(http, name, [step, 1], step=step))
         if close == "take":
             receipt = ok(post(http, name, "take"))
-        assert (receipt["closed"], receipt["epoch"], receipt["count"]) == (True, epoch, 1)
-    assert metadata(http, name)["closed_epochs"] == [2, 3, 4]
-    assert [value(http, name, epoch=epoch)[0] for epoch in (2, 3, 4)] == [2, 3, 4]
-    problem = assert_problem(get(http, name, epoch=1), 410, "epoch_gone", name, "last 3")
-    assert (problem["buffer"], problem["epoch"]) == (name, 5)
-    for epoch in (5, 6, 10**30):
-        problem = assert_problem(get(http, name, epoch=epoch), 409, "epoch_open", name, f"Epoch {epoch}", "epoch 5")
-        assert (problem["epoch"], problem["count"]) == (5, 0)
+        assert (receipt["closed"], receipt["step"], receipt["count"]) == (True, step, 1)
+    assert metadata(http, name)["closed_steps"] == [2, 3, 4]
+    assert [value(http, name, step=step)[0] for step in (2, 3, 4)] == [2, 3, 4]
+    problem = assert_problem(get(http, name, step=1), 410, "step_gone", name, "last 3")
+    assert (problem["buffer"], problem["step"]) == (name, 5)
+    for step in (5, 6, 10**30):
+        problem = assert_problem(get(http, name, step=step), 409, "step_open", name, f"Step {step}", "step 5")
+        assert (problem["step"], problem["count"]) == (5, 0)
 
 
-def test_the_quorum_closes_the_epoch(http: httpx.Client) -> None:
+def test_the_quorum_closes_the_step(http: httpx.Client) -> None:
     name = create(http, quorum=3)
     for count in (1, 2):
-        receipt = ok(add(http, name, [1, 2], epoch=0))
+        receipt = ok(add(http, name, [1, 2], step=0))
         assert (receipt["closed"], receipt["count"]) == (False, count)
-    problem = assert_problem(get(http, name, epoch=0), 409, "epoch_open", "2 of 3")
+    problem = assert_problem(get(http, name, step=0), 409, "step_open", "2 of 3")
     assert problem["count"] == 2
-    answer = add(http, name, [1, 2], epoch=0)
+    answer = add(http, name, [1, 2], step=0)
     assert answer.headers["etag"] == etag(http, name) == '"1-3"'
     receipt = ok(answer)
-    assert (receipt["closed"], receipt["epoch"], receipt["count"], receipt["weight"]) == (True, 0, 3, 3.0)
-    assert value(http, name, epoch=0) == [3, 6]
+    assert (receipt["closed"], receipt["step"], receipt["count"], receipt["weight"]) == (True, 0, 3, 3.0)
+    assert value(http, name, step=0) == [3, 6]
     assert value(http, name) == [0, 0]
-    assert_problem(add(http, name, [1, 2], epoch=0), 409, "stale_epoch")
+    assert_problem(add(http, name, [1, 2], step=0), 409, "stale_step")
 
 
 # ----- many buffers -----
@@ -117,7 +117,7 @@ def test_one_request_changes_many_buffers(http: httpx.Client) -> None:
     prefix = fresh("many.")
     a, b = create(http, f"{prefix}.a"), create(http, f"{prefix}.b", shape=(1,), dtype="float64")
     answer = ok(http.post("/v1/buffers/accumulate", json={b: [3], a: [1, 2]}, params={"weight": 2}))
-    one = {"updated": True, "closed": False, "epoch": 0, "version": 1, "count": 1, "weight": 2.0}
+    one = {"updated": True, "closed": False, "step": 0, "version": 1, "count": 1, "weight": 2.0}
     assert answer == {"buffers": {b: {"name": b, **one}, a: {"name": a, **one}}}
     content = saved({a: np.array([1, 1], np.float16), b: np.ones((1,))})
     tensors, receipts = loaded(http.post("/v1/buffers/accumulate?return=value", content=content, headers=SAFE))
@@ -132,32 +132,32 @@ def test_one_request_changes_many_buffers(http: httpx.Client) -> None:
     tensors, receipts = loaded(http.post("/v1/buffers/take", json=naming(b, a), headers=TO_SAFETENSORS))
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == {a: [3, 5], b: [7]}
     assert {name: receipt["closed"] for name, receipt in receipts.items()} == {a: True, b: True}
-    ok(http.post("/v1/buffers/accumulate", json={a: [1, 1], b: [1]}, params={"epoch": 1}))
+    ok(http.post("/v1/buffers/accumulate", json={a: [1, 1], b: [1]}, params={"step": 1}))
     taken = ok(http.post("/v1/buffers/take", params={"prefix": prefix, "dtype": "float16"}))["buffers"]
     assert {name: one["value"]["data"] for name, one in taken.items()} == {a: [1, 1], b: [1]}
     assert taken[b]["value"]["dtype"] == "float16"
-    closed = ok(http.post("/v1/buffers/value", json=naming(a, b), params={"epoch": 1}))["buffers"]
+    closed = ok(http.post("/v1/buffers/value", json=naming(a, b), params={"step": 1}))["buffers"]
     assert {name: one["value"]["data"] for name, one in closed.items()} == {a: [1, 1], b: [1]}
     zeroed = ok(http.post("/v1/buffers/zero", json=naming(a)))["buffers"]
-    assert zeroed == {a: {"name": a, **one, "epoch": 3, "version": 6, "count": 0, "weight": 0.0}}
+    assert zeroed == {a: {"name": a, **one, "step": 3, "version": 6, "count": 0, "weight": 0.0}}
     zeroed = ok(http.post("/v1/buffers/zero", params={"prefix": prefix}))["buffers"]
-    assert {name: one["epoch"] for name, one in zeroed.items()} == {a: 4, b: 3}
+    assert {name: one["step"] for name, one in zeroed.items()} == {a: 4, b: 3}
 
 
-def test_a_take_of_another_epoch_takes_nothing(http: httpx.Client) -> None:
+def test_a_take_of_another_step_takes_nothing(http: httpx.Client) -> None:
     name, other = create(http), create(http)
     add(http, name, [1, 2])
-    assert ok(post(http, name, "take", epoch=0, min_count=1))["closed"] is True
+    assert ok(post(http, name, "take", step=0, min_count=1))["closed"] is True
     add(http, name, [3, 4])
     before = state(http, name, other)
-    for epoch, word in ((0, "has passed"), (2, "has not begun")):
-        answer = post(http, name, "take", epoch=epoch, timeout=60, min_count=2)
-        problem = assert_problem(answer, 409, "stale_epoch", word, "in epoch 1")
-        assert problem["epoch"] == 1
-    many = http.post("/v1/buffers/take", json=naming(other, name), params={"epoch": 0})
-    assert_problem(many, 409, "stale_epoch", f"'{name}'")
+    for step, word in ((0, "has passed"), (2, "has not begun")):
+        answer = post(http, name, "take", step=step, timeout=60, min_count=2)
+        problem = assert_problem(answer, 409, "stale_step", word, "in step 1")
+        assert problem["step"] == 1
+    many = http.post("/v1/buffers/take", json=naming(other, name), params={"step": 0})
+    assert_problem(many, 409, "stale_step", f"'{name}'")
     assert state(http, name, other) == before
-    assert ok(post(http, name, "take", epoch=1))["value"]["data"] == [3, 4]
+    assert ok(post(http, name, "take", step=1))["value"]["data"] == [3, 4]
 
 
 def test_a_prefix_without_buffers_zeroes_nothing_and_has_no_values(http: httpx.Client) -> None:
@@ -190,13 +190,13 @@ ALL_OR_NOTHING: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "name": ("accumulate", {"last": "a b"}, 422, "invalid_parameter"),
     "shape": ("accumulate", {"gradient": [1, 2, 3]}, 422, "shape_mismatch"),
     "not finite": ("accumulate", {"gradient": ["NaN", 1]}, 422, "nonfinite_gradient"),
-    "epoch": ("accumulate", {"params": {"epoch": 0}}, 409, "stale_epoch"),
+    "step": ("accumulate", {"params": {"step": 0}}, 409, "stale_step"),
     "weight": ("accumulate", {"params": {"weight": 1e39}}, 422, "invalid_parameter"),
     "take an unknown name": ("take", {"last": "none"}, 404, "unknown_buffer"),
     "take too few": ("take", {"params": {"min_count": 1}}, 409, "too_few_gradients"),
     "zero an unknown name": ("zero", {"last": "none"}, 404, "unknown_buffer"),
     "read an unknown name": ("value", {"last": "none"}, 404, "unknown_buffer"),
-    "read an open epoch": ("value", {"params": {"epoch": 1}}, 409, "epoch_open"),
+    "read an open step": ("value", {"params": {"step": 1}}, 409, "step_open"),
 }
 
 
@@ -208,8 +208,8 @@ def test_a_request_that_fails_for_one_buffer_changes_none(http: httpx.Client, ca
     for name in names:
         add(http, name, [1, 2])
     post(http, last, "zero")
-    if code == "stale_epoch":
-        wrong = {"params": {"epoch": 0}}
+    if code == "stale_step":
+        wrong = {"params": {"step": 0}}
     before = state(http, *names, last)
     given = [*names, wrong.get("last", last)]
     gradients = {name: [1, 1] for name in given} | {given[-1]: wrong.get("gradient", [1, 1])}
@@ -245,10 +245,10 @@ def test_one_add_completes_several_quorums(http: httpx.Client) -> None:
     assert ok(http.post("/v1/buffers/accumulate", json=gradients))["buffers"][a]["closed"] is False
     receipts = ok(http.post("/v1/buffers/accumulate", json=gradients))["buffers"]
     assert {name: one["closed"] for name, one in receipts.items()} == {a: True, b: True, c: False}
-    closed = ok(http.post("/v1/buffers/value", json=naming(a, b), params={"epoch": 0}))["buffers"]
+    closed = ok(http.post("/v1/buffers/value", json=naming(a, b), params={"step": 0}))["buffers"]
     assert {name: one["value"]["data"] for name, one in closed.items()} == {a: [2, 2], b: [4, 4]}
-    answer = http.post("/v1/buffers/value", json=naming(a, b, c), params={"epoch": 0})
-    assert assert_problem(answer, 409, "epoch_open", c)["buffer"] == c
+    answer = http.post("/v1/buffers/value", json=naming(a, b, c), params={"step": 0})
+    assert assert_problem(answer, 409, "step_open", c)["buffer"] == c
 
 
 def test_a_buffer_named_metadata_does_not_break_safetensors(http: httpx.Client) -> None:
