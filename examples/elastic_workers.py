@@ -1,7 +1,7 @@
 """Workers come, go and lag behind, and every step of their gradients still ends.
 
-Six processes train one network on handwritten digits. Each adds its gradients to the step of a step, and all take the
-same step with the mean. A step closes once all six are in, or `--deadline` seconds after the first of them.
+Six processes train one network on handwritten digits. Each adds its gradients to a step, which all take with
+their mean. A step closes once all six are in, or `--deadline` seconds after the first of them.
 
 The first run is undisturbed. In the second run one process joins late, another is slow for a while, and two are killed.
 The others go on with the mean of the gradients that are in. For both runs the example prints who was in each step,
@@ -74,7 +74,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Step:
-    """A step as the first worker saw it: who was in its step, what closed it, and the loss after it."""
+    """A step as the first worker saw it: who was in it, what closed it, and the loss after it."""
 
     members: frozenset[str]
     closed_by: str | None
@@ -127,7 +127,7 @@ def train(
         began = time.monotonic()
         if name == REPORTER and step and step % SENDING_STEPS == 0:
             gradients.broadcast_parameters(send=True)
-        if step == buffer.info().step:  # otherwise its step has closed, and this worker catches up
+        if step == buffer.info().step:  # otherwise the step has closed, and this worker catches up
             rows = digits.share(step, BATCH, WORKERS.index(name), len(WORKERS))
             own = digits.loss(model, rows)
             own.backward()
@@ -207,7 +207,7 @@ class Launcher:
 
 
 def print_members(name: str, steps: Sequence[Step]) -> None:
-    """Print who was in the step of each step. Steps that are alike share a line."""
+    """Print who was in each step. Steps that are alike share a line."""
     print(f"\n{name:11}  {' '.join(WORKERS)}  closed by  longest")
     numbered = groupby(enumerate(steps), key=lambda one: (one[1].members, one[1].closed_by))
     for (members, closed_by), group in numbered:

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
 
 from gradserve_client._wire import calls
-from gradserve_client._wire.calls import Adding, Input, Inputs, Into, Unweighted
+from gradserve_client._wire.calls import Adding, Input, Inputs, Into, Unnumbered, Unweighted
 from gradserve_client._http.runner import Runner
 from gradserve_client._wire.tensors import Array
 from gradserve_client.models import Receipt
@@ -55,9 +55,9 @@ CLASS = '''class Ops:
 
     The server reads a `Buffer` that takes the place of a tensor. With `into`, it adds `weight` times the output to a
     buffer, exactly once, and the method returns a receipt instead of the output. With `step`, the server adds only
-    while the buffer is in that step, which lists the `contributor`. For an operator with an input
-    `weight`, `Client.run` takes that of the add. Lists and numbers get the dtype that the method names first. Each
-    method raises `InvalidInput`, and `NotFound` for buffers.
+    while the buffer is in that step, which lists the `contributor`. For an operator with an input `weight` or `step`,
+    `Client.run` takes that of the add. Lists and numbers get the dtype that the method names first. Each method raises
+    `InvalidInput`, and `NotFound` for buffers.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -164,7 +164,8 @@ def _into(op: Operator) -> str:
 
 def _adding(op: Operator) -> str:
     """Return the parameters of an add. The server refuses them without `into`."""
-    return f"**add: Unpack[{'Unweighted' if 'weight' in op.inputs_by_name else 'Adding'}]"
+    kinds = {"weight": "Unweighted", "step": "Unnumbered"}
+    return f"**add: Unpack[{next((kinds[name] for name in kinds if name in op.inputs_by_name), 'Adding')}]"
 
 
 def _addable(op: Operator) -> bool:

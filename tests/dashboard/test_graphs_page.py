@@ -69,7 +69,7 @@ def test_a_graph_is_listed_and_its_run_is_followed(open_page: Open, run: str, ht
     expect(parameters.get_by_role("row", name="w float32 [2, 1]")).to_be_visible()
     run_of_it = page.locator("table.runs tbody tr")
     expect(run_of_it.locator(".loss")).to_have_text("1.75")
-    expect(run_of_it.locator(".step")).to_have_text("step 1,001")
+    expect(run_of_it.locator(".step")).to_have_text("1,001")
     expect(run_of_it.locator(".people li")).to_have_text(["ann is expected", "bob is expected"])
     run_of_it.get_by_role("link", name="exp.1").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("exp.1")

@@ -167,7 +167,7 @@ class Run(Workers):
         return worst
 
     def _loss(self, client: Client, step: int) -> float:
-        """Return the mean loss of a step, after a check that each micro-batch is in the sums of its step once."""
+        """Return the mean loss of a step, after a check that each micro-batch is in the sums once."""
         names = [*[f"run.g.{name}" for name in self._model.weights], "run.loss"]
         query, accept = {"step": step, "reduce": "mean"}, {"Accept": SAFETENSORS}
         answer = client.send("POST", "/v1/buffers/value", params=query, json={"names": names}, headers=accept)

@@ -90,7 +90,7 @@ class Workers:
     def _has_come(self, printed: str, step: int, lines: int) -> bool:
         """Return whether a worker has written this many lines since it began this step or a later one."""
         written = printed.splitlines()
-        begun = [at for at, line in enumerate(written) if line.startswith("step ") and int(line[6:]) >= step]
+        begun = [at for at, line in enumerate(written) if line.startswith("step ") and int(line[5:]) >= step]
         return bool(begun and len(written) > begun[0] + lines) or printed.endswith(f"step {self.gate}\n")
 
     def __enter__(self) -> Workers:

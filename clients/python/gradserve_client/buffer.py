@@ -206,7 +206,7 @@ class Buffer(BufferName):
         if_match: str | None = None,
         idempotency_key: str | None = None,
     ) -> Taken:
-        """Close the step, and return its receipt with its value: read and zero in a single step.
+        """Close the step, and return its receipt with its value: read and zero at once.
 
         The call waits up to `timeout` seconds for `min_count` gradients, and then raises `StepOpen`. It raises
         `StaleStep` if the buffer is not in `step`. If several clients take from a buffer, let it `keep` more steps

@@ -72,7 +72,7 @@ class MicroBatch:
     step: int
     """The step that the micro-batch is of, counted from 0."""
     counted: bool
-    """Whether the gradients are in the step. False: its step had closed before, by a deadline or another worker."""
+    """Whether the gradients are in the step. False: the step had closed before, by a deadline or another worker."""
     replayed: bool = False
     """Whether the server had counted the micro-batch before, and did not count it again."""
     closed: bool = False

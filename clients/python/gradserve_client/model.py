@@ -76,7 +76,7 @@ class Model:
     ) -> Model:
         """Return the model of a worker in this run. Without it, the run has the graph's name, and a single worker.
 
-        A micro-batch that the `worker` repeats after a restart counts once. A step ends when its step has the `quorum`
+        A micro-batch that the `worker` repeats after a restart counts once. A step ends when it has the `quorum`
         of micro-batches, or by the other rules of buffers, such as `deadline_seconds`; without any, the worker that
         calls `optim_step` ends it. `timeout` is how long that waits. If the run exists, its own rules stay.
 

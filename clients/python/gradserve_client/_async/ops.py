@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack, overload
 
 from gradserve_client._async.runner import AsyncRunner
 from gradserve_client._wire import calls
-from gradserve_client._wire.calls import Adding, Input, Inputs, Into, Unweighted
+from gradserve_client._wire.calls import Adding, Input, Inputs, Into, Unnumbered, Unweighted
 from gradserve_client._wire.tensors import Array
 from gradserve_client.models import Receipt
 from gradserve_client.ops import (
@@ -45,9 +45,9 @@ class AsyncOps:
 
     The server reads a `Buffer` that takes the place of a tensor. With `into`, it adds `weight` times the output to a
     buffer, exactly once, and the method returns a receipt instead of the output. With `step`, the server adds only
-    while the buffer is in that step, which lists the `contributor`. For an operator with an input
-    `weight`, `Client.run` takes that of the add. Lists and numbers get the dtype that the method names first. Each
-    method raises `InvalidInput`, and `NotFound` for buffers.
+    while the buffer is in that step, which lists the `contributor`. For an operator with an input `weight` or `step`,
+    `Client.run` takes that of the add. Lists and numbers get the dtype that the method names first. Each method raises
+    `InvalidInput`, and `NotFound` for buffers.
     """
 
     def __init__(self, runner: AsyncRunner) -> None:
@@ -2931,7 +2931,7 @@ class AsyncOps:
         correct_bias: Literal[0, 1] = 1,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into | Mapping[str, Into]],
-        **add: Unpack[Adding],
+        **add: Unpack[Unnumbered],
     ) -> dict[str, Any]: ...
 
     @overload
@@ -2993,7 +2993,7 @@ class AsyncOps:
         correct_bias: Literal[0, 1] = 1,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into | Mapping[str, Into]],
-        **add: Unpack[Adding],
+        **add: Unpack[Unnumbered],
     ) -> dict[str, Any]: ...
 
     async def adamw_optimizer(
@@ -3014,7 +3014,7 @@ class AsyncOps:
         correct_bias: Literal[0, 1] = 1,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into | Mapping[str, Into]] | None = None,
-        **add: Unpack[Adding],
+        **add: Unpack[Unnumbered],
     ) -> AdamWOptimizerOutputs[dict[str, Array]] | dict[str, Any] | AdamWOptimizerOutputs[list[Array]]:
         """m = alpha m + (1 - alpha) g, v = beta v + (1 - beta) g^2, weights -= lr m' / (sqrt(v') + epsilon).
 

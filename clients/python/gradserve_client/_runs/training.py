@@ -33,7 +33,7 @@ OPTIMIZERS = {"AdamWOptimizer": ("momentums_1", "momentums_2"), "SGDOptimizerV2"
 """The optimizers, and the groups that each keeps besides the parameters."""
 
 CLOSED_WAIT_SECONDS = 15.0
-"""Seconds that a step waits for its step: alike in all workers, because their requests have one key."""
+"""Seconds that the optimizer waits for the end of a step: alike in all workers, because their requests have one key."""
 
 NO_CLIP = 1e300
 """A norm that no clipping reaches."""
@@ -52,13 +52,13 @@ class Run:
     life: float
     """When the run was created: another run of the same name has other keys."""
     first: int
-    """The steps before step 0, in the run whose checkpoint this run began with."""
+    """The steps of the checkpoint that this run began with, whose own steps begin with 0."""
     closes_itself: bool
     """Whether steps close by a quorum or at a deadline."""
 
     @property
     def summed(self) -> list[str]:
-        """The names of the buffers whose steps are the steps."""
+        """The names of the buffers that sum what a step takes."""
         return [*summed(self.prefix, self.info)]
 
     def key(self, *what: object) -> str:
@@ -134,7 +134,7 @@ class Run:
     def optimizer_step(
         self, optimizer: str, step: int, lr: float, is_clipped: bool, attributes: Mapping[str, Any]
     ) -> Call[Any]:
-        """Let the optimizer take the step of a step."""
+        """Let the optimizer take a step."""
         moments = OPTIMIZERS[optimizer]
         gradients = BufferName(self.prefix + ("c.*" if is_clipped else f"g.*@{step}"))
         sources = {"weights": self._group("parameters"), "gradients": gradients}
@@ -174,7 +174,7 @@ def key(prefix: str, life: float, *what: object) -> str:
 
 
 def summed(prefix: str, info: GraphInfo, rules: Mapping[str, Any] | None = None) -> dict[str, BufferSpec]:
-    """Return the buffers whose steps are the steps: gradients, new statistics, and the loss."""
+    """Return the buffers that sum what a step takes: gradients, new statistics, and the loss."""
     spec: Any = partial(BufferSpec, **(rules or {}))
     groups = {"g": info.gradients, "t": info.statistics}
     wide = {"float16": "float32", "bfloat16": "float32"}

@@ -31,12 +31,21 @@ RESERVED = ("from", "outputs", "into", "set", "reduce", "timeout", "weight", "st
 """Parameters of a request that no operator has as an attribute."""
 
 
-class Unweighted(TypedDict, total=False):
-    """How an operator adds to the buffers of `into`, with a weight of 1."""
-
-    step: int | None
+class _Named(TypedDict, total=False):
     contributor: str | None
     idempotency_key: str | None
+
+
+class Unnumbered(_Named, total=False):
+    """How an operator with an input `step` adds to the buffers of `into`."""
+
+    weight: float | None
+
+
+class Unweighted(_Named, total=False):
+    """How an operator with an input `weight` adds to the buffers of `into`, with a weight of 1."""
+
+    step: int | None
 
 
 class Adding(Unweighted, total=False):
