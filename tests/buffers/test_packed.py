@@ -14,7 +14,7 @@ from service.buffers.packed import SEAL_BYTES, pack_known, pack_record, seal, se
 from service.buffers.pushes import Part, Push, StagedPart, unpack_older
 from service.buffers.record import Known, Record
 from service.buffers.steps import Closed
-from service.errors import BufferCorrupt, UnknownBuffer
+from service.errors import BufferCorrupt, StaleStep, UnknownBuffer
 from tests.buffers.calls import spec
 
 NAME = BufferName("", "a")
@@ -145,6 +145,16 @@ def test_what_a_key_answers_is_read_as_it_was_written() -> None:
     ):
         assert pack_known(known) == bytes(16) + common + rest
         assert unpack_known(bytes(16) + common + rest, ["a", "b"]) == known
+
+
+def test_what_versions_before_called_an_epoch_is_a_step() -> None:
+    columns = b'[[[["epoch","closed_epochs"],[[3],[[2]]]]],[0],[7],[],null]'
+    assert unpack_known(bytes(16) + columns, ["w"]).receipts == {"w": {"name": "w", "step": 3, "closed_steps": [2]}}
+    name, refusal = Part("p", 2, 3, "ann", b"", 9.0).name, ["stale_epoch", "Epoch 7 is over", {"epoch": 7}]
+    push = Push.of(unpack_older(name, orjson.dumps([3, 0.5, 7, None, 1.0, 901.0, [], refusal])))
+    with pytest.raises(StaleStep, match="Epoch 7 is over") as caught:
+        push.check_not_refused()
+    assert caught.value.context == {"step": 7}
 
 
 OTHERS = [

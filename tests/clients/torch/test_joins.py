@@ -77,11 +77,14 @@ def test_a_worker_without_the_runs_weights_is_refused_at_its_first_push(server: 
         late.push()
 
 
-def test_a_worker_that_loads_its_state_goes_on(server: Client, run: str) -> None:
+@pytest.mark.parametrize("is_of_before", [False, True])  # a version before, which wrote "epoch"
+def test_a_worker_that_loads_its_state_goes_on(server: Client, run: str, is_of_before: bool) -> None:
     both = pair(server, run)
     step(*both)
     model, worker = both[1]
     saved, state = {name: one.clone() for name, one in model.state_dict().items()}, worker.state_dict()
+    if is_of_before:
+        state["epoch"] = state.pop("step")
     other = net(seed=7)
     again = joined(other, server, run, 1)
     other.load_state_dict(saved)
