@@ -276,7 +276,7 @@ def test_watch_prints_lines_or_a_table(call: Call, server: Client, monkeypatch: 
     ]
     live = on_terminal(server, "watch", "--count", "2", "--interval", "0.05")
     assert live.code == 0
-    assert "w     [2]    float32      0  1 of 8       1     5       0" in plain(live.out).splitlines()[-1]
+    assert "w     [2]    float32     0  1 of 8       1     5       0" in plain(live.out).splitlines()[-1]
     assert "\x1b[1A" in live.out  # the cursor moves up to draw the table again
 
 

@@ -52,10 +52,10 @@ def test_pushes_are_listed(call: Call, server: Client) -> None:
 
 
 def test_a_buffer_shows_what_is_staged_for_it(call: Call, server: Client) -> None:
-    assert "staged         1 part of 1 push: see buffers pushes\n" in call(server, "buffers", "show", "w1").out
+    assert "staged        1 part of 1 push: see buffers pushes\n" in call(server, "buffers", "show", "w1").out
     assert [push["push"] for push in call(server, "buffers", "show", "w1", "--json").json["pushes"]] == ["step1"]
     server.buffers.forget_push("step1")
-    assert "staged         nothing " in call(server, "buffers", "show", "w1").out
+    assert "staged        nothing " in call(server, "buffers", "show", "w1").out
     assert "staged" not in call(server, "buffers", "set-rules", "w1", "--quorum", "3").out
 
 

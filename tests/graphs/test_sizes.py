@@ -118,13 +118,18 @@ def test_a_run_claims_what_it_holds_at_its_peak(name: str) -> None:
     graph, given, _ = step(*OWN[name])
     operator = graph.operator(name)
     operator(given, {})
+    peaks = []
     tracemalloc.start()
     try:
-        with memory(1 << 30) as claims:
-            outputs = operator(given, {})
-        peak = tracemalloc.get_traced_memory()[1]
+        for _ in range(3):  # threads of other tests may allocate, too, but seldom three times
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            with memory(1 << 30) as claims:
+                outputs = operator(given, {})
+            peaks.append(tracemalloc.get_traced_memory()[1] - before)
     finally:
         tracemalloc.stop()
+    peak = min(peaks)
     assert sum(claims) > sum(one.nbytes for one in outputs.values())
     assert 0.5 * peak - (1 << 17) < sum(claims) < 1.5 * peak
 
