@@ -8,9 +8,12 @@ often loses the answer on its way.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import math
 import os
 import socket
+import sys
+import termios
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar, Protocol, cast
@@ -250,6 +253,17 @@ class Receiver(StandIn, asyncio.BufferedProtocol):
         super().connection_lost(exc)
 
 
+def unread_bytes(transport: asyncio.BaseTransport) -> int:
+    """Return how many bytes the kernel has that the peer has not; 0 if the system does not say.
+
+    While it has any, a transport with TLS may hide up to 64 KB more.
+    """
+    with suppress(OSError):
+        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        return int.from_bytes(found, sys.byteorder)
+    return 0
+
+
 class Ending(StandIn, asyncio.Protocol):
     """Discards incoming bytes after the last answer, until the client closes the connection."""
 
@@ -261,15 +275,17 @@ class Ending(StandIn, asyncio.Protocol):
 
     def __init__(self, owner: Wire) -> None:
         super().__init__(owner)
-        self._discarded = 0
+        self._discarded, self._unread = 0, math.inf
         self._wait()
 
     def _wait(self) -> None:
         self._timer = self.owner.loop.call_later(self.max_seconds, self._abort)
 
     def _abort(self) -> None:
-        """Abort the connection, unless an answer is still leaving: then `owner` checks that the client reads."""
-        if self.owner.transport.get_write_buffer_size():
+        """Abort the connection, unless the client still reads. While an answer leaves, `owner` checks that."""
+        before, self._unread = self._unread, unread_bytes(self.owner.transport)
+        reads = self._unread and before - self._unread >= MIN_BYTES_PER_SECOND * self.max_seconds
+        if self.owner.transport.get_write_buffer_size() or reads:
             self._wait()
         else:
             self.owner.transport.abort()
