@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -380,15 +381,14 @@ def test_a_body_that_arrives_byte_by_byte_times_out(
 def test_a_slow_body_within_the_timeout_is_read() -> None:
     """No pause is as long as the timeout, but all together are longer."""
     messages = [make(size) for make in (v1, v2) for size in (SMALL, LARGE)]
-    with serving(request_timeout=1) as url:
-        connections = [Connection(url) for _ in messages]
+    with serving(request_timeout=3) as url, ExitStack() as opened:
+        connections = [opened.enter_context(Connection(url)) for _ in messages]
         for start, stop in pairwise((0, *range(-21, 0), None)):
             for connection, message in zip(connections, messages, strict=True):
                 connection.send(message.whole()[start:stop])
-            time.sleep(0.05)  # the clients' slowness: there is nothing to wait for
+            time.sleep(0.15)  # the clients' slowness: there is nothing to wait for
         for connection, message in zip(connections, messages, strict=True):
-            with connection:
-                assert_right(connection.answer(), message)
+            assert_right(connection.answer(), message)
 
 
 @EITHER_API
