@@ -256,7 +256,7 @@ def test_a_request_waits_until_all_its_steps_have_closed(http: httpx.Client, run
     assert time.monotonic() - began > 0.2
 
 
-def test_a_deadline_closes_an_step_before_it_is_read(http: httpx.Client, run: str) -> None:
+def test_a_deadline_closes_a_step_before_it_is_read(http: httpx.Client, run: str) -> None:
     fill(http, f"{run}g.", {"w": [1, 2]}, deadline_seconds=0.05)
     body = {"lr": 1, "weights": {"w": [0, 0]}}
     assert data(sgd(http, f"gradients:{run}g.*@0", body=body, timeout=PATIENCE)) == {"w": [-1, -2]}

@@ -206,7 +206,7 @@ def test_into_adds_all_outputs_or_none(http: httpx.Client) -> None:
     assert state(http, *right.values(), wrong) == before
 
 
-def test_into_takes_a_weight_and_an_step(http: httpx.Client) -> None:
+def test_into_takes_a_weight_and_a_step(http: httpx.Client) -> None:
     name = create(http, quorum=2)
     assert ok(run(http, "ReluGrad", RELU, into=f"dX:{name}", weight=0.5, step=0))["dX"]["weight"] == 0.5
     receipt = ok(run(http, "ReluGrad", RELU, into=f"dX:{name}", weight=2, step=0))["dX"]

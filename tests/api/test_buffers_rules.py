@@ -123,7 +123,7 @@ def test_the_receipt_of_a_closed_step(http: httpx.Client) -> None:
     assert receipt(http, name, 1)["closed_by"] == "take"
 
 
-def test_an_step_of_weight_0_has_a_receipt(http: httpx.Client) -> None:
+def test_a_step_of_weight_0_has_a_receipt(http: httpx.Client) -> None:
     """The mean says that there is none, and which step has none; the next step goes on."""
     name = create(http, quorum=2)
     for number in range(2):

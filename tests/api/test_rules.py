@@ -65,7 +65,7 @@ def test_a_rule_that_can_change_keeps_to_the_table(client: httpx.Client) -> None
             assert status == (200 if text == "null" and RULES[member].default is None else 422), (member, text)
 
 
-def test_a_file_with_more_contributors_than_an_step_takes_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_more_contributors_than_a_step_takes_is_refused(tmp_path: Path) -> None:
     spec = {"shape": [2], "dtype": "float32", "keep": 1000, "contributors": [str(number) for number in range(21)]}
     assert imported(tmp_path / "file", json.dumps(spec)) is None
     assert imported(tmp_path / "file", json.dumps({**spec, "keep": 900})) is not None

@@ -19,7 +19,7 @@ CROWD = tuple(f"{number:0100}" for number in range(MAX_CONTRIBUTORS_BYTES // 100
 
 
 @pytest.mark.parametrize("keep", [1, 1000])
-def test_the_names_of_contributors_to_an_step_are_bounded_in_bytes(store: Store, keep: int) -> None:
+def test_the_names_of_contributors_to_a_step_are_bounded_in_bytes(store: Store, keep: int) -> None:
     most = min(MAX_CONTRIBUTORS_BYTES, MAX_KEPT_CONTRIBUTORS_BYTES // keep)
     create(store, "a", keep=keep, per_contributor=2)
     record = store.record("a").changed(contributors_in={"x" * (most - 3): 1, "y": 1})

@@ -278,7 +278,7 @@ def test_a_sum_that_is_not_finite_drops_the_push(namespace: Store) -> None:
     assert value(namespace, "b").tolist() == [1, 1]
 
 
-def test_the_last_push_closes_an_step(namespace: Store) -> None:
+def test_the_last_push_closes_a_step(namespace: Store) -> None:
     create(namespace, "a", "b", quorum=2, contributors=("ann", "bob"))
     for name in ("ann", "bob"):
         part(namespace, 1, {"a": [1, 2]}, push=name, contributor=name, step=0)

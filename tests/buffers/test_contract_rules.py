@@ -200,7 +200,7 @@ def test_an_add_that_changes_nothing_has_no_contributor(store: Store) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 1000])
-def test_an_step_has_a_bounded_number_of_contributors(store: Store, keep: int) -> None:
+def test_a_step_has_a_bounded_number_of_contributors(store: Store, keep: int) -> None:
     most = min(MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS // keep)
     create(store, "a", keep=keep)
     record = store.record("a")
@@ -264,7 +264,7 @@ def test_a_deadline_closes_the_step(store: Store, clock: Clock) -> None:
     assert store.record("a").deadline_at == clock.now + 10
 
 
-def test_an_step_without_adds_has_no_deadline(store: Store, clock: Clock) -> None:
+def test_a_step_without_adds_has_no_deadline(store: Store, clock: Clock) -> None:
     create(store, "a", deadline_seconds=10.0)
     clock.advance(100)
     settle(store, "a")
@@ -276,7 +276,7 @@ def test_an_step_without_adds_has_no_deadline(store: Store, clock: Clock) -> Non
     assert store.record("a").step == 1
 
 
-def test_an_add_to_an_step_whose_deadline_is_over_is_late(store: Store, clock: Clock) -> None:
+def test_an_add_to_a_step_whose_deadline_is_over_is_late(store: Store, clock: Clock) -> None:
     create(store, "a", deadline_seconds=10.0)
     add(store, "a", [1, 2], step=0)
     clock.advance(10)
@@ -464,7 +464,7 @@ def test_a_rule_that_is_fulfilled_closes_the_step(store: Store, clock: Clock, ru
     assert closing(store)["closed_by"] == by
 
 
-def test_an_step_without_adds_fulfils_nothing(store: Store) -> None:
+def test_a_step_without_adds_fulfils_nothing(store: Store) -> None:
     create(store, "a")
     assert do(store, SetRules(name="a", rules={"quorum": 1})).receipts["a"]["step"] == 0
 

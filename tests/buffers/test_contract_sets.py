@@ -210,7 +210,7 @@ def test_a_source_that_was_created_again_has_changed(store: Store) -> None:
     fails_alone(store, SourceChanged, Unchanged(name="w", state=seen), Set(name="out", gradient=ones(2)))
 
 
-def test_an_step_that_was_due_has_changed_its_buffer(module_clock: Clock, store: Store) -> None:
+def test_a_step_that_was_due_has_changed_its_buffer(module_clock: Clock, store: Store) -> None:
     create(store, "w", deadline_seconds=5.0)
     create(store, "out")
     add(store, "w", [1, 1])

@@ -9,7 +9,7 @@ from tests.buffers.calls import add, create, value
 from tests.buffers.postgres import Schema, until
 
 
-def test_two_servers_close_an_step_once(schema: Schema) -> None:
+def test_two_servers_close_a_step_once(schema: Schema) -> None:
     stores = [schema.open(), schema.open()]
     names = [f"b{number}" for number in range(10)]
     create(stores[0], *names, deadline_seconds=0.1)

@@ -120,7 +120,7 @@ def test_a_wait_says_every_half_minute_what_it_waits_for(
         ({}, "for 30 s: it is open ("),
     ],
 )
-def test_the_state_of_an_step(
+def test_the_state_of_a_step(
     url: str, clock: Clock, said: Callable[[], list[str]], known: dict[str, Any], line: str
 ) -> None:
     with through("sync", url, Scripted(forever=waiting(clock, **known))) as server:

@@ -158,7 +158,7 @@ def test_the_missing_of_several_servers_are_joined(kind: str, urls: list[str]) -
 # ----- what ends a step -----
 
 
-def test_a_deadline_ends_an_step(server: Any) -> None:
+def test_a_deadline_ends_a_step(server: Any) -> None:
     w = server.buffers["w"]
     w.create(2, quorum=3, deadline_seconds=0.2, min_count=2)
     w.accumulate([1, 2], contributor="a")
@@ -171,7 +171,7 @@ def test_a_deadline_ends_an_step(server: Any) -> None:
     assert w.value(step=0).tolist() == [4, 8]
 
 
-def test_a_weight_ends_an_step(server: Any) -> None:
+def test_a_weight_ends_a_step(server: Any) -> None:
     w = server.buffers["w"]
     w.create(1, quorum_weight=10)
     assert not w.accumulate(1.0, weight=9).closed

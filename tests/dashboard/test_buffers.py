@@ -177,7 +177,7 @@ def test_values_that_are_not_finite_are_red_and_said(open_page: Open, server: st
     expect(page.locator(".summary")).to_contain_text("1 with non-finite values")
 
 
-def test_an_step_whose_deadline_nears_is_late(open_page: Open, server: str, http: httpx.Client) -> None:
+def test_a_step_whose_deadline_nears_is_late(open_page: Open, server: str, http: httpx.Client) -> None:
     create(http, ["slow"], quorum=2, min_count=2, deadline_seconds=0.1, contributors=["rank0", "rank1"])
     create(http, ["fine"], quorum=2, deadline_seconds=900)
     add(http, "slow", contributor="rank0")

@@ -114,7 +114,7 @@ def test_a_closed_step_is_not_read_before_the_standby_has_it(pair: Pair, tmp_pat
         assert clients[0].add("w", np.ones(3), key="k")["closed"]
 
 
-def test_an_step_closed_late_is_not_read_before_the_standby_has_it(pair: Pair) -> None:
+def test_a_step_closed_late_is_not_read_before_the_standby_has_it(pair: Pair) -> None:
     """The record says when the step was due: perhaps long ago, while no server could close it."""
     with closing(PostgresStore(pair.url, schema="late", replicated=True, clock=Clock())) as store:
         create(store, "w", quorum=1)

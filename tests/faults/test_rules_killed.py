@@ -166,7 +166,7 @@ def check_closed_without(service: Mortal, names: list[str]) -> None:
     check_closed(service.server.url, names)
 
 
-def test_a_server_dies_before_it_closes_an_step(service: Mortal, client: Client) -> None:
+def test_a_server_dies_before_it_closes_a_step(service: Mortal, client: Client) -> None:
     """It dies as soon as the add is made. The answer is lost, and the deadline closes the step all the same."""
     name = new_key()
     client.create(name, (2,), deadline_seconds=DEADLINE_SECONDS)
@@ -180,7 +180,7 @@ def test_a_server_dies_before_it_closes_an_step(service: Mortal, client: Client)
     assert (receipt["count"], receipt["step"], receipt["closed"]) == (1, 0, False)
 
 
-def test_a_server_dies_while_it_closes_an_step(service: Mortal, client: Client) -> None:
+def test_a_server_dies_while_it_closes_a_step(service: Mortal, client: Client) -> None:
     """Before the commit, and after it. Over PostgreSQL the other server may be the first to close: then try again."""
     for point in service.closing_points:
         names: list[str] = []

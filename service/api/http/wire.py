@@ -271,7 +271,7 @@ class Ending(StandIn, asyncio.Protocol):
     """Bytes to discard before the connection is aborted: what requests in flight may hold by default."""
 
     max_seconds: ClassVar[float] = 5.0
-    """Seconds to discard after the answer has left this process: at 1 Gb/s half of `max_bytes` come in them."""
+    """Seconds to discard after the answer has left this process, and again while the client reads the rest of it."""
 
     def __init__(self, owner: Wire) -> None:
         super().__init__(owner)

@@ -68,7 +68,7 @@ def test_sums_in_place_of_means(server: Client, run: str) -> None:
     assert worker.pull().tolist() == [5, 13]
 
 
-def test_an_step_without_weight_has_no_gradients(server: Client, run: str) -> None:
+def test_a_step_without_weight_has_no_gradients(server: Client, run: str) -> None:
     worker = GradientAccumulator(model(), server, run=run, quorum=2)
     worker.push(None, weight=0)
     worker.push(full(model(), math.nan), weight=0)

@@ -45,7 +45,7 @@ def alike(model: Any, other: Any) -> bool:
 # ----- the broadcast of this call -----
 
 
-def test_a_receiver_waits_for_the_second_broadcast_of_an_step(server: Client, url: str, run: str) -> None:
+def test_a_receiver_waits_for_the_second_broadcast_of_a_step(server: Client, url: str, run: str) -> None:
     """It is faster than the sender, which loads a checkpoint in between."""
     sent, sender, model, receiver = pair(server, run)
     sender.broadcast_parameters(send=True)
@@ -100,7 +100,7 @@ def test_the_next_step_counts_its_broadcasts_from_the_first(server: Client, run:
 # ----- the broadcast of an earlier job -----
 
 
-def test_parameters_do_not_begin_in_an_step_that_has_others(server: Client, run: str) -> None:
+def test_parameters_do_not_begin_in_a_step_that_has_others(server: Client, run: str) -> None:
     """A job dies in its first step, and is started again with another seed. The sender says what to do."""
     _, sender, _, receiver = pair(server, run)
     sender.broadcast_parameters(send=True)
@@ -117,7 +117,7 @@ def test_parameters_do_not_begin_in_an_step_that_has_others(server: Client, run:
     assert alike(model, sent)
 
 
-def test_parameters_do_not_begin_in_an_step_that_has_pushes(server: Client, run: str) -> None:
+def test_parameters_do_not_begin_in_a_step_that_has_pushes(server: Client, run: str) -> None:
     model, dead, _, sender = pair(server, run, quorum=3)
     backward(model, 4, 1)
     dead.push()
@@ -259,7 +259,7 @@ def test_which_tensors_share_memory(server: Client, run: str, tensor: Any, share
         worker.broadcast_parameters(send=True)
 
 
-def test_parameters_do_not_begin_after_an_step_that_closed(server: Client, run: str) -> None:
+def test_parameters_do_not_begin_after_a_step_that_closed(server: Client, run: str) -> None:
     """The sender of a run is killed, and started again with the same command. After a zero it begins."""
     sent, sender, model, receiver = pair(server, run, quorum=2)
     sender.broadcast_parameters(send=True)

@@ -29,7 +29,7 @@ def workers(server: Client, run: str, number: int, **options: Any) -> list[tuple
 
 
 @pytest.mark.parametrize("request_bytes", [None, 400], ids=["one request", "many requests"])
-def test_an_step_ends_without_a_dead_and_without_a_slow_worker(
+def test_a_step_ends_without_a_dead_and_without_a_slow_worker(
     server: Client, run: str, request_bytes: int | None
 ) -> None:
     """Of four workers one never pushes, and one pushes after the deadline. The next step has its quorum."""
@@ -90,7 +90,7 @@ def test_an_open_step_names_the_workers_that_are_missing(server: Client, run: st
     assert {info.missing for info in infos} == {("rank1", "rank2")}
 
 
-def test_a_smaller_quorum_ends_an_step_that_a_dead_worker_holds_up(server: Client, run: str) -> None:
+def test_a_smaller_quorum_ends_a_step_that_a_dead_worker_holds_up(server: Client, run: str) -> None:
     several = workers(server, run, 3, quorum=3)[:2]
     for model, worker in several:
         backward(model, 4, 1)

@@ -143,7 +143,7 @@ def test_a_state_of_another_run_is_refused(server: Client, run: str) -> None:
 # ----- a run that died, started again from nothing -----
 
 
-def test_a_run_that_died_in_an_step_gives_nothing_to_a_new_one(server: Client, run: str) -> None:
+def test_a_run_that_died_in_a_step_gives_nothing_to_a_new_one(server: Client, run: str) -> None:
     """Two of three have pushed, and all are started again. None can push until the run is deleted."""
 
     def start(seed: int) -> list[tuple[Any, GradientAccumulator]]:

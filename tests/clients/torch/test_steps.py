@@ -24,7 +24,7 @@ def workers(server: Client, run: str, **options: Any) -> list[tuple[Any, Gradien
 
 
 @pytest.mark.parametrize("unused", ["none", "zeros"])
-def test_an_step_without_weight_is_no_dead_end(server: Client, run: str, unused: Any) -> None:
+def test_a_step_without_weight_is_no_dead_end(server: Client, run: str, unused: Any) -> None:
     both = workers(server, run, unused=unused, worker=None)
     for model, worker in both:
         backward(model, 2, 1)
@@ -43,7 +43,7 @@ def test_an_step_without_weight_is_no_dead_end(server: Client, run: str, unused:
         assert_close(grads(model), expected)
 
 
-def test_a_single_worker_closes_an_step_without_weight(server: Client, run: str) -> None:
+def test_a_single_worker_closes_a_step_without_weight(server: Client, run: str) -> None:
     model = net()
     gradients = GradientAccumulator(model, server, run=run)
     gradients.push(weight=0)
