@@ -25,6 +25,7 @@ import pytest
 from service.buffers.postgres import PostgresStore, outage, store
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.exchange import Connection
+from service.buffers.postgres.schema import PARTITION_SECONDS, drop_partitions, make_partitions
 from service.errors import StoreFailed
 from tests.buffers.answers import ANSWERS, prepare
 from tests.buffers.calls import add, create
@@ -315,6 +316,19 @@ def test_reads_behind_a_silent_standby_leave_no_backends(pair: Pair, monkeypatch
             return False
 
         wait(is_read, "reads do not come back", PATIENCE)
+
+
+def test_the_janitor_does_not_wait_for_a_silent_standby(pair: Pair) -> None:
+    """Else each of its rounds leaves a backend that waits."""
+    schema = f"s{new_key()}"
+    with closing(PostgresStore(pair.url, schema=schema, replicated=True)) as fenced:
+        create(fenced, "w")
+        with silent(pair), closing(Database(pair.url, schema, replicated=True)) as database:
+            pair.primary.execute(f'set synchronous_commit = off; update "{schema}".buffers set expires = 0')
+            make_partitions(database, 100 * PARTITION_SECONDS)
+            drop_partitions(database, 200 * PARTITION_SECONDS, 1.0)
+            wait(lambda: not pair.primary.execute(f'select 1 from "{schema}".buffers'), "a buffer does not expire")
+            assert pair.primary.execute(f"select 1 {WAITING}") == []
 
 
 def test_clients_that_read_without_a_standby_leave_the_threads_to_others(pair: Pair, tmp_path: Path) -> None:

@@ -219,11 +219,12 @@ def take_ids(database: Database) -> int:
 def make_partitions(database: Database, time: float, patience: float = LOCK_SECONDS) -> None:
     """Make the partitions of `keys` for this time and the next hours, if they are not there.
 
-    All adds wait while it waits for a lock, at most `patience` seconds.
+    All adds wait while it waits for a lock, at most `patience` seconds. It does not wait for the standby: the commits
+    of the keys do.
     """
     first = int(time // PARTITION_SECONDS) * PARTITION_SECONDS
     for start in (first, first + PARTITION_SECONDS):
-        with database.transaction() as connection:
+        with database.transaction(durable=False) as connection:
             if connection.ask(HAS_TABLE(f"keys_{start}")) == [(False,)]:
                 connection.ask(_LOCK())
                 connection.ask(_WAIT(f"{patience}s"))
@@ -236,7 +237,7 @@ def make_partitions(database: Database, time: float, patience: float = LOCK_SECO
 
 def drop_partitions(database: Database, time: float, patience: float) -> None:
     """Drop the partitions of `keys` whose keys are all older than `time`. Wait for locks as `make_partitions` does."""
-    with database.transaction() as connection:
+    with database.transaction(durable=False) as connection:
         connection.ask(_WAIT(f"{patience}s"))
         for (name,) in connection.ask(_PARTITIONS()):
             if int(name.removeprefix("keys_")) + PARTITION_SECONDS <= time:
