@@ -202,7 +202,7 @@ def test_moves_race_with_everything(schema: Schema, monkeypatch: pytest.MonkeyPa
     def run(place: int) -> int:
         name, count, pushes = NAMES[place], 0, 0
         store, other = stores[place % 2], stores[1 - place % 2]
-        while time.monotonic() < end:
+        while time.monotonic() < end or pushes < 6:  # a slow machine takes longer
             if pushes % 3:
                 add_all(store, name)
             else:
@@ -217,7 +217,7 @@ def test_moves_race_with_everything(schema: Schema, monkeypatch: pytest.MonkeyPa
         return pushes
 
     with ThreadPoolExecutor(4) as threads:
-        assert min(threads.map(run, range(4))) > 2
+        assert min(threads.map(run, range(4))) >= 6
     schema.close()
     assert schema.ask("select max(blob) from deltas") > first
     assert schema.faults() == []
