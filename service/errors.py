@@ -77,6 +77,10 @@ class UnknownGraph(NotFound, code="unknown_graph"):
     """Graph not found."""
 
 
+class UnknownRun(NotFound, code="unknown_run"):
+    """Run not found."""
+
+
 class UnknownRegion(NotFound, code="unknown_region"):
     """Shared memory region not found."""
 
@@ -131,6 +135,22 @@ class TooManyBuffers(GradserveError, status=409, code="too_many_buffers"):
 
 class GraphExists(GradserveError, status=409, code="graph_exists"):
     """Another graph has this name."""
+
+
+class RunExists(GradserveError, status=409, code="run_exists"):
+    """Another run has this name."""
+
+
+class RunEnded(GradserveError, status=409, code="run_ended"):
+    """Run has ended."""
+
+
+class RunReplaced(GradserveError, status=409, code="run_replaced"):
+    """Run was deleted or replaced."""
+
+
+class WorkerReplaced(GradserveError, status=409, code="worker_replaced"):
+    """Another process is this worker."""
 
 
 class TooManyGraphs(GradserveError, status=409, code="too_many_graphs"):

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from service.api.buffers.models import ListQuery, Receipt
+from service.api.buffers.models import Life, ListQuery, Receipt
 from service.api.buffers.openapi import DELETED, ETAG, MANY, ONE, READING, REPLAYED, UNCHANGED
 from service.api.buffers.preconditions import key_of, known_tag, refuse_headers
 from service.api.buffers.receipts import replayed
@@ -60,6 +60,7 @@ class PutQuery(BaseModel):
         alias="set",
         description="`parameters:m.p.*`: write the model's weights into new buffers. May repeat.",
     )
+    life: Life = None
 
 
 class GraphQuery(EndpointQuery):
@@ -154,8 +155,8 @@ async def put_graph(call: CurrentCall, name: str, query: Annotated[PutQuery, Que
     options = {each: value for each in ("loss", "train") if (value := getattr(query, each)) is not None}
     call.start_clock()
     put, key, graph = await call.offload(False, _read, call, name, content, options)
-    changes = _weights(call, graph, query.sets) if query.sets else []
-    outcome = await call.submit(changes, key, graph=put)
+    changes = _weights(call, graph, query.sets, query.life) if query.sets else []
+    outcome = await call.submit(changes, key, hidden=put)
     assert outcome.graph is not None
     described = _described(keep(call, outcome.graph, graph))
     answer = {**described, "buffers": outcome.receipts}
@@ -176,7 +177,7 @@ def _read(call: Call, name: str, content: memoryview, options: Mapping[str, str]
     return put, key_of(call, content), kept(call, put) or plan(call, content, options)
 
 
-def _weights(call: Call, graph: Graph, texts: Sequence[str]) -> list[Change]:
+def _weights(call: Call, graph: Graph, texts: Sequence[str], life: str | None) -> list[Change]:
     """Return the changes that write weights into buffers, from texts like `parameters:m.p.*`."""
     initial = graph.initial
     if not initial:
@@ -184,7 +185,7 @@ def _weights(call: Call, graph: Graph, texts: Sequence[str]) -> list[Change]:
         raise InvalidParameter(problem, parameter="set")
     groups = {name.partition(".")[0] for name in initial}
     inputs = [one for one in graph.operator("").inputs if one.name in groups]
-    use = BufferUse(targets=uses_of([("set", text) for text in texts], inputs))
+    use = BufferUse(targets=uses_of([("set", text) for text in texts], inputs), life=life)
     buffers = [target.buffer for target in map(use.target_of, initial) if target is not None]
     if len({*buffers}) < len(buffers):
         raise Invalid("A request may change each buffer once")
@@ -234,7 +235,7 @@ async def delete_graph(call: CurrentCall, name: str) -> Answer:
     """Buffers stay. Raises `unknown_graph`."""
     check_no_query(call)
     received = await receive_no_body(call)
-    outcome = await call.submit([], received.key, graph=DeleteGraph(name=check_name(name)))
+    outcome = await call.submit([], received.key, hidden=DeleteGraph(name=check_name(name)))
     return Answer(status=204, fields=replayed(outcome))
 
 

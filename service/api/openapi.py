@@ -23,6 +23,7 @@ _TAGS = {
     "open inference protocol": "The same operators as models of the Open Inference Protocol, version 2.",
     "graphs": "Models that clients bring. A graph runs as an operator does, also from buffers and into buffers.",
     "buffers": "Named sums of gradients, which survive crashes. An add with an `Idempotency-Key` counts once.",
+    "runs": "What the workers of a training have in common, who of them is awaited, and how it ends.",
     "health": "Liveness, readiness, the limits of requests, and metrics.",
     "service": "The caller, the server with its settings, and how fast it is.",
 }
@@ -87,9 +88,9 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
     name = "ProtocolError" if path.startswith("/v2") else "Problem"
     operation["responses"] |= {status: {"$ref": f"#/components/responses/{name}"} for status in ("4XX", "5XX")}
     for parameter in operation.get("parameters", ()):
-        if parameter["in"] == "path" and path.startswith(("/v1/buffers", "/v1/graphs")):
+        if parameter["in"] == "path" and path.startswith(("/v1/buffers", "/v1/graphs", "/v1/runs")):
             parameter["schema"] |= {"pattern": f"^{NAME.pattern}$"}
-            parameter["example"] = "layer.weight" if path.startswith("/v1/buffers") else "mlp"
+            parameter["example"] = {"b": "layer.weight", "g": "mlp", "r": "line"}[path[4]]
         elif parameter["in"] == "path" and path.startswith("/v2/systemsharedmemory"):
             parameter["example"] = "gradients"
         elif parameter["in"] == "path":

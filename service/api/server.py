@@ -18,7 +18,7 @@ from types import FrameType
 import uvicorn
 from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
-from service.api import graphs, health, static
+from service.api import graphs, health, runs, static
 from service.api.app import Application
 from service.api.buffers import many, pushes, routes
 from service.api.dashboard import buffers as buffer_statistics
@@ -70,6 +70,7 @@ def create_app(settings: Settings) -> Application:
         many.router,
         pushes.router,
         graphs.router,
+        runs.router,
         buffer_statistics.routes(BufferStatistics()),
         health.routes(metrics),
         limits.router,

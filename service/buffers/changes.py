@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from service.buffers.closing import check_may_add, close, contributed, next_step
+from service.buffers.closing import check_may_add, close, contributed, fulfilled, next_step
 from service.buffers.gradients import Dense, Gradient, Rows, adds_nothing, check_norm
+from service.buffers.lives import check_life, new_buffer
 from service.buffers.names import BufferName
 from service.buffers.record import Receipt, Record, Spec, unknown_buffer
 from service.buffers.specs import contradiction
@@ -35,14 +36,17 @@ from service.errors import (
 
 @dataclass(kw_only=True)
 class Change:
-    """A change of one buffer: only if it has one of the tags in `match`, and the `state`, if these are given."""
+    """A change of one buffer: only if it has one of the tags in `match`, the `state` and the `life`, if given."""
 
     name: str
     match: frozenset[str] | None = None
     state: str | None = None
+    life: str | None = None
 
     def admit(self, record: Record | None) -> None:
         """Raise if the change cannot be made. Called for all changes of a request before the first is made."""
+        if self.life is not None:
+            check_life(record, self.life)
         if record is None:
             raise unknown_buffer(self.name)
         if self.match is not None and not self.match & record.tags:
@@ -84,19 +88,15 @@ class Create(Change):
             )
         new, old = self.spec.as_json(), record.spec.as_json()
         if new != old:
-            differing = ", ".join(
-                f"{rule} {shown(old[rule])}, not {shown(new[rule])}" for rule in new if new[rule] != old[rule]
-            )
-            raise BufferExists(f"There is a buffer {self.name!r} with {differing}", buffer=self.name)
+            others = [f"{rule} {shown(old[rule])}, not {shown(new[rule])}" for rule in new if new[rule] != old[rule]]
+            raise BufferExists(f"There is a buffer {self.name!r} with {', '.join(others)}", buffer=self.name)
 
     def apply(
         self, txn: Transaction, name: BufferName, record: Record | None, now: float
     ) -> tuple[Receipt, Array | None]:
         created = record is None
         if record is None:
-            txn.count_new(name, now)
-            record = Record(name, self.spec, txn.new_id(), now, now)
-            txn.put(record)
+            txn.put(record := new_buffer(txn, name, self.spec, now))
         return {**record.as_json(), "created": created}, None
 
 
@@ -149,7 +149,7 @@ class Addition(Change):
         if self.contributor is not None or self.overwrite:
             record = contributed(record, self.contributor, alone=self.overwrite)
         loaded = txn.load(record.spec, value) if self.want_value else None
-        if (reason := record.fulfilled(now)) is not None:
+        if (reason := fulfilled(record, now)) is not None:
             record, closed = close(txn, record, reason)
             return record.receipt(updated=True, of=closed), loaded
         txn.put(record)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from service.buffers.record import Record
 from service.buffers.steps import (
     MAX_CONTRIBUTORS,
@@ -14,6 +16,9 @@ from service.buffers.steps import (
 )
 from service.buffers.transaction import Transaction
 from service.errors import DuplicateContributor, InvalidParameter, shown
+
+WEIGHT_ROUNDING = 1e-9
+"""The relative part of `quorum_weight` that may be missing: ten shares of 0.1 sum to a little less than 1."""
 
 
 def most_contributors(keep: int) -> int:
@@ -56,6 +61,34 @@ def contributed(record: Record, name: str | None, *, alone: bool) -> Record:
     before = {} if alone else record.contributors_in
     own = {} if name is None else {name: before.get(name, 0) + 1}
     return record.changed(contributors_in={**before, **own})
+
+
+def fulfilled(record: Record, now: float) -> ClosedBy | None:
+    """Return what closes the running step now, if anything does.
+
+    The first step of a run waits for all expected contributors. Its later steps do not wait for those that are left
+    out: a step closes once each of the others has its share of the quorum.
+    """
+    spec = record.spec
+    if spec.life is not None and not record.step and record.missing:
+        return None
+    if spec.quorum is not None and record.count >= spec.quorum:
+        return "quorum"
+    if spec.quorum_weight is not None and record.weight >= spec.quorum_weight * (1 - WEIGHT_ROUNDING):
+        return "quorum"
+    if spec.life is not None and record.left_out and _has_all_members(record):
+        return "members"
+    return "deadline" if record.began is not None and (record.due or math.inf) <= now else None
+
+
+def _has_all_members(record: Record) -> bool:
+    """Whether each contributor that is not left out has its share of the quorum, and the sum has `min_count`."""
+    spec, left_out, expected = record.spec, record.left_out, record.spec.contributors or ()
+    members = [name for name in expected if name not in left_out]
+    if not members or spec.quorum is None or record.count < spec.min_count:
+        return False
+    share = -(-spec.quorum // len(expected))
+    return all(record.contributors_in.get(name, 0) >= share for name in members)
 
 
 def close(txn: Transaction, record: Record, by: ClosedBy) -> tuple[Record, Closed]:

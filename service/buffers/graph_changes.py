@@ -36,6 +36,10 @@ class PutGraph:
     created: float | None = None
     """When another store has made it; None for now."""
 
+    def buffer(self, namespace: str) -> BufferName:
+        """Return the buffer that the graph is."""
+        return BufferName(graphs_of(namespace), self.name)
+
     @classmethod
     def of(cls, name: str, content: bytes | memoryview, options: Mapping[str, str]) -> PutGraph:
         """Return the change for these bytes. A gigabyte takes more than a second."""
@@ -57,7 +61,7 @@ class PutGraph:
         """Return the graph, and whether it is new. Raises what `found` raises, and `TooManyGraphs`."""
         if (found := self.found(txn, namespace)) is not None:
             return found, False
-        txn.count_new(BufferName(graphs_of(namespace), self.name), now)
+        txn.count_new(self.buffer(namespace), now)
         name, created = BufferName(namespace, self.name), now if self.created is None else self.created
         value, head = txn.store_bytes(self.content), (created, self.options, self.content.size, self.digest)
         record = record_of(name, txn.new_id(), value, *head)
@@ -82,12 +86,16 @@ class DeleteGraph:
 
     name: str
 
+    def buffer(self, namespace: str) -> BufferName:
+        """Return the buffer that the graph is."""
+        return BufferName(graphs_of(namespace), self.name)
+
     def make(self, txn: Transaction, namespace: str, now: float) -> tuple[None, bool]:
         """Delete the graph. Raises `UnknownGraph`."""
         try:
             record = _get(txn, namespace, self.name)
         except GraphCorrupt:  # the bytes of its model stay until an export
-            txn.forget(BufferName(graphs_of(namespace), self.name))
+            txn.forget(self.buffer(namespace))
             return None, False
         if record is None:
             raise unknown(self.name)

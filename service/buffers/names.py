@@ -13,6 +13,9 @@ MAX_NAME_CHARACTERS = 200
 NAME = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_NAME_CHARACTERS}}}")
 """The names of buffers. PyTorch's names of parameters are among them."""
 
+LIFE = re.compile(rf"{NAME.pattern}@[0-9a-f]{{16}}")
+"""The lives of runs, each with the name of its run: none has been before, in no store."""
+
 _RESERVED = (".", "..", "__metadata__")
 """Names that have another meaning in a path or in a safetensors file."""
 
@@ -42,7 +45,7 @@ def check_length(name: str, longest: int, what: str = "buffer") -> None:
 HIDDEN = "+"
 """The first character of the namespaces of buffers that no client names. No namespace of a client has it."""
 
-_GRAPHS, _PUSHES = f"{HIDDEN}graphs{HIDDEN}", f"{HIDDEN}pushes{HIDDEN}"
+_GRAPHS, _PUSHES, _RUNS = (f"{HIDDEN}{what}{HIDDEN}" for what in ("graphs", "pushes", "runs"))
 
 
 def graphs_of(namespace: str) -> str:
@@ -61,6 +64,15 @@ def pushes_of(namespace: str) -> str:
     '+pushes+ann'
     """
     return _PUSHES + namespace
+
+
+def runs_of(namespace: str) -> str:
+    """Return the namespace that has the runs of a namespace, as buffers.
+
+    >>> runs_of("ann")
+    '+runs+ann'
+    """
+    return _RUNS + namespace
 
 
 class BufferName(NamedTuple):
@@ -83,21 +95,27 @@ class BufferName(NamedTuple):
         >>> BufferName("+graphs+ann", "mlp").graph, BufferName("ann", "layer.weight").graph
         (BufferName(namespace='ann', name='mlp'), None)
         """
-        own = self.namespace.removeprefix(_GRAPHS)
-        return None if own == self.namespace else BufferName(own, self.name)
+        return self._as(_GRAPHS)
 
     @property
     def push(self) -> BufferName | None:
         """The id of the push that this buffer is, with the namespace of its clients; None for another buffer."""
-        own = self.namespace.removeprefix(_PUSHES)
+        return self._as(_PUSHES)
+
+    @property
+    def run(self) -> BufferName | None:
+        """The name of the run that this buffer is, with the namespace of its clients; None for another buffer."""
+        return self._as(_RUNS)
+
+    def _as(self, hidden: str) -> BufferName | None:
+        own = self.namespace.removeprefix(hidden)
         return None if own == self.namespace else BufferName(own, self.name)
 
     @property
     def kind(self) -> tuple[str, BufferName]:
         """What the buffer is for clients, and the name that they know."""
-        if self.push is not None:
-            return "push", self.push
-        return ("buffer", self) if self.graph is None else ("graph", self.graph)
+        hidden = {"push": self.push, "graph": self.graph, "run": self.run}
+        return next(((what, name) for what, name in hidden.items() if name is not None), ("buffer", self))
 
     @property
     def shown(self) -> str:

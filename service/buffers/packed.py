@@ -118,7 +118,7 @@ def pack_record(record: Record) -> bytes:
         fields += [record.began, record.contributors_in]
     if record.about:
         fields += [record.closed_at, record.absent, record.about]
-    elif record.closed_at is not None:
+    elif record.closed_at is not None or record.absent:
         fields += [record.closed_at, record.absent] if record.absent else [record.closed_at]
     return seal(orjson.dumps(fields), seed_of(record.full_name.joined.encode()))
 

@@ -12,6 +12,7 @@ from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, alive, check_records, check_same_buffer, perform
 from service.buffers.pushes import Part, Push, StagedPart
 from service.buffers.record import Known, Record, name_buffer
+from service.buffers.runs import RunChange
 from service.buffers.sets import Set
 from service.buffers.staging import (
     AddStaged,
@@ -45,8 +46,8 @@ class Refused(Change):
 
 def make(txn: Transaction, request: Request, namespace: str, now: float) -> Outcome:
     """Make the changes of a `resolved` request, as `perform` does, or those of the push that its part completes."""
-    if request.graph is not None:
-        return _make_with_graph(txn, request, request.graph, namespace, now)
+    if request.hidden is not None:
+        return _make_with_hidden(txn, request, request.hidden, namespace, now)
     if request.part is None:
         return perform(txn, request, namespace, now)
     if any(isinstance(change, Forget) for change in request.changes):
@@ -54,10 +55,10 @@ def make(txn: Transaction, request: Request, namespace: str, now: float) -> Outc
     return _make_part(txn, request.part, request.changes, now)
 
 
-def _make_with_graph(
-    txn: Transaction, request: Request, change: PutGraph | DeleteGraph, namespace: str, now: float
+def _make_with_hidden(
+    txn: Transaction, request: Request, change: PutGraph | DeleteGraph | RunChange, namespace: str, now: float
 ) -> Outcome:
-    """Put or delete a graph, and make the changes of buffers. After every error the store must undo changes."""
+    """Make the change of a graph or a run, and those of buffers. After every error the store must undo changes."""
     if request.key is not None and txn.recall(request.key, ()) is not None:
         outcome = perform(txn, request, namespace, now)
         graph, is_new = change.again(txn, namespace, outcome.sources)

@@ -13,6 +13,7 @@ from service.buffers.graphs import StoredGraph
 from service.buffers.names import BufferName
 from service.buffers.pushes import Part
 from service.buffers.record import Key, Known, Receipt, Record, name_buffer, unknown_prefix
+from service.buffers.runs import RunChange
 from service.buffers.sets import Unchanged
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
@@ -69,8 +70,8 @@ class Request:
     answer: bytes = b""
     by_prefix: bool = False
     """Whether the changes come from a prefix of names: then the store keeps the names with the key."""
-    graph: PutGraph | DeleteGraph | None = None
-    """What happens to a graph, together with the changes."""
+    hidden: PutGraph | DeleteGraph | RunChange | None = None
+    """What happens to a graph or a run, together with the changes."""
 
 
 @dataclass(frozen=True)

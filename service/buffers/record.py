@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from service.buffers.names import BufferName
 from service.buffers.specs import Spec as Spec
-from service.buffers.steps import Closed, ClosedBy, described
+from service.buffers.steps import Closed, described
 from service.dtypes import Array
 from service.errors import GradserveError, SourceChanged, StepGone, StepOpen, UnknownBuffer, shown
 
@@ -20,10 +20,6 @@ Receipt: TypeAlias = dict[str, Any]
 The receipt of a closed step also has closed_by and contributors."""
 
 
-WEIGHT_ROUNDING = 1e-9
-"""The relative part of `quorum_weight` that may be missing: ten shares of 0.1 sum to a little less than 1."""
-
-
 @dataclass(frozen=True)
 class Record:
     """A buffer without its numbers. The store keeps them under the id `value`; None means zeros, which are not stored.
@@ -31,7 +27,7 @@ class Record:
     `id` tells the buffer from earlier buffers of the same name. `began` is the time of the running step's first add,
     None without a deadline. `contributors_in` counts the gradients of each contributor in it. `closed_at` is when the
     last step closed. `absent` has those of the spec's contributors who were not in that step: when the last step
-    that had them closed, or the creation. `about` is what the service keeps with a buffer that no client names.
+    that had them closed, or the creation; a run does not wait for them. `about` is kept with what no client names.
     """
 
     full_name: BufferName
@@ -95,7 +91,9 @@ class Record:
     @property
     def deadline_at(self) -> float | None:
         """When the deadline of the running step ends, in seconds since 1970."""
-        seconds = self.spec.deadline_seconds
+        spec, seconds = self.spec, self.spec.deadline_seconds
+        if spec.life is not None and not self.step and (spec.contributors or spec.quorum or spec.quorum_weight):
+            return None  # a run begins when all are there
         return None if seconds is None or self.began is None else self.began + seconds
 
     @property
@@ -103,36 +101,41 @@ class Record:
         """When the running step closes by itself unless it changes."""
         return None if self.began is None or self.count < self.spec.min_count else self.deadline_at
 
-    def fulfilled(self, now: float) -> ClosedBy | None:
-        """Return what closes the running step now, if anything does."""
-        spec = self.spec
-        if spec.quorum is not None and self.count >= spec.quorum:
-            return "quorum"
-        if spec.quorum_weight is not None and self.weight >= spec.quorum_weight * (1 - WEIGHT_ROUNDING):
-            return "quorum"
-        return "deadline" if self.began is not None and (self.due or math.inf) <= now else None
+    @property
+    def left_out(self) -> Collection[str]:
+        """The expected contributors that a run's running step does not wait for: they missed a deadline, or left."""
+        return () if self.spec.life is None else self.absent.keys() - self.contributors_in.keys()
 
     @property
     def missing(self) -> list[str] | None:
         """The contributors that the running step lacks; None if nobody knows them.
 
-        They are the spec's contributors. Without those they are the contributors of the last closed step, as long as
-        everybody who is in now was in that step, too.
+        They are the spec's contributors, without those that a run leaves out. Without a spec they are those of the last
+        closed step, as long as everybody who is in now was in that step, too.
         """
         inside, last = self.contributors_in, self._last_contributors
         are_known = last and inside.keys() <= last.keys() and sum(inside.values()) == self.count
         expected = self.spec.contributors or (last if are_known else None)
-        return None if expected is None else [name for name in expected if name not in inside]
+        out = self.left_out
+        return None if expected is None else [name for name in expected if name not in inside and name not in out]
+
+    @property
+    def known_contributors(self) -> Collection[str]:
+        """Who has added in the running step, or in the last closed one."""
+        return {**self._last_contributors, **self.contributors_in}
 
     @property
     def _last_contributors(self) -> Mapping[str, int]:
         return self.closed[-1].contributors if self.closed else {}
 
     def last_in(self, name: str) -> float:
-        """Return when the last step that had this contributor closed; without one, when the buffer was created."""
+        """Return when the last step that had this contributor closed; without one, when the buffer was created.
+
+        A run waits for a contributor that has joined since then from the begin of the running step.
+        """
         if name in self._last_contributors and self.closed_at is not None:
             return self.closed_at
-        return self.absent.get(name, self.created)
+        return self.absent.get(name, self.created if self.spec.life is None else self.closed_at or self.created)
 
     def progress(self) -> dict[str, Any]:
         """Return what an error says of a step that is not complete."""
@@ -186,6 +189,7 @@ class Record:
         return {
             "name": self.name,
             **self.spec.as_json(),
+            "run": self.spec.run,
             "step": self.step,
             "version": self.version,
             "count": self.count,

@@ -36,10 +36,10 @@ class Most(NamedTuple):
         """Return why the namespace of this name, which has `count` buffers or graphs, may have no further one."""
         if name.push is not None:
             return None
-        what, limit = ("buffers", self.buffers) if name.graph is None else ("graphs", self.graphs)
+        what, limit = f"{name.kind[0]}s", self.buffers if name.graph is None else self.graphs
         if count < limit:
             return None
-        setting = f"GRADSERVE_MAX_{what.upper()}"
+        setting = f"GRADSERVE_MAX_{'BUFFERS' if name.graph is None else 'GRAPHS'}"
         problem = f"The namespace has {count} {what}; the limit is {limit} ({setting}): delete some first"
         return (TooManyBuffers if name.graph is None else TooManyGraphs)(problem, limit=limit, count=count)
 
@@ -85,7 +85,7 @@ def room_for(request: Request, outcome: Outcome, max_bytes: int) -> int:
         if isinstance(change, (Create, Add, Restore)) and receipt.get("created", receipt.get("updated")):
             return max_bytes - max_bytes // SHRINKING_PART
     deletes = [isinstance(change, Delete) for change in request.changes]
-    only_deletes = all(deletes) and bool(deletes or isinstance(request.graph, DeleteGraph))
+    only_deletes = all(deletes) and bool(deletes or isinstance(request.hidden, DeleteGraph))
     return UNLIMITED if request.key is None or only_deletes else max_bytes
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from service.buffers.changes import Change
-from service.buffers.closing import close, most_bytes, most_contributors
+from service.buffers.closing import close, fulfilled, most_bytes, most_contributors
 from service.buffers.names import BufferName
 from service.buffers.packed import MOST_SPECS, spec_of
 from service.buffers.record import Receipt, Record, Spec
@@ -93,7 +93,7 @@ class SetRules(Change):
             has_deadline = spec.deadline_seconds is not None and record.count > 0
             began = (record.began or now) if has_deadline else None
             record = record.changed(spec=spec, began=began, updated=now, version=record.version + 1)
-            reason = record.fulfilled(now) if record.count else None
+            reason = fulfilled(record, now) if record.count else None
             if reason is None:
                 txn.put(record)
             else:

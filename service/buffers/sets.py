@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from service.buffers.changes import Add, Change
+from service.buffers.lives import new_buffer
 from service.buffers.names import BufferName
 from service.buffers.record import Receipt, Record, Spec
 from service.buffers.transaction import Transaction
@@ -56,6 +57,5 @@ class Set(Add):
         if record is not None:
             return super().apply(txn, name, record, now)
         assert self.spec is not None
-        txn.count_new(name, now)
-        receipt, value = super().apply(txn, name, Record(name, self.spec, txn.new_id(), now, now), now)
+        receipt, value = super().apply(txn, name, new_buffer(txn, name, self.spec, now), now)
         return {**receipt, "created": True}, value

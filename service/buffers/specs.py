@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get
 
 import orjson
 
+from service.buffers.names import LIFE
 from service.buffers.steps import MAX_CONTRIBUTORS, MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS
 from service.dtypes import NAMES, DType
 from service.errors import InvalidParameter
@@ -56,6 +57,14 @@ def _names(meaning: str, most: int) -> Rule:
     )
 
 
+def _life(meaning: str) -> Rule:
+    def allows(value: Any) -> bool:
+        return isinstance(value, str) and LIFE.fullmatch(value) is not None
+
+    words = "the name of a run, @, and 16 hexadecimal digits"
+    return Rule(meaning, words, allows, {"strict": True, "pattern": f"^{LIFE.pattern}$"})
+
+
 def _choice(meaning: str, choices: Any) -> Rule:
     return Rule(meaning, " or ".join(get_args(choices)), lambda one: one in get_args(choices), {})
 
@@ -68,7 +77,8 @@ class Spec:
     `quorum`, or the weight the `quorum_weight`, closes the step. So does its deadline, `deadline_seconds` after its
     first add, once `min_count` gradients are in. The last `keep` closed steps stay readable. The buffer expires
     `ttl_seconds` after its last change. `contributors` are expected in each step, which takes `per_contributor`
-    gradients of each contributor. An add is refused unless the 2-norm of its gradient is at most `max_norm`.
+    gradients of each contributor. An add is refused unless the 2-norm of its gradient is at most `max_norm`. A buffer
+    may belong to a `life` of a run.
     """
 
     shape: tuple[int, ...]
@@ -99,10 +109,16 @@ class Spec:
     ] = None
     per_contributor: Annotated[int, _whole("Gradients that a step takes of each contributor.", MAX_QUORUM)] = 1
     max_norm: Annotated[float | None, _positive("The largest 2-norm of a gradient that is added.")] = None
+    life: Annotated[str | None, _life("The life of the run that the buffer belongs to, as its join answers it.")] = None
 
     @cached_property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def run(self) -> str | None:
+        """The run that the buffer belongs to."""
+        return None if self.life is None else self.life.partition("@")[0]
 
     @cached_property
     def nbytes(self) -> int:

@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 
 from service.errors import InvalidParameter, shown
 
-ClosedBy: TypeAlias = Literal["quorum", "deadline", "take"]
-"""What closes a step: its quorum of gradients or of weight, its deadline, or a client."""
+ClosedBy: TypeAlias = Literal["quorum", "deadline", "take", "members"]
+"""What closes a step: its quorum of gradients or of weight, its deadline, a client, or the last that a run awaits."""
 
 MAX_QUORUM = 10**9
 """Gradients of a quorum: more than any step can gather."""

@@ -23,13 +23,14 @@ from typing import Protocol, Self, TypeAlias, TypeVar
 import numpy as np
 
 from service.buffers.graphs import StoredGraph, damaged, digest_of, named_graph, unknown
-from service.buffers.names import BufferName, graphs_of, pushes_of
+from service.buffers.names import BufferName, graphs_of, pushes_of, runs_of
 from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import DRAFT, Push
 from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown_buffer
+from service.buffers.runs import StoredRun, unknown_run
 from service.buffers.steps import Closed
 from service.dtypes import Array, DType
-from service.errors import BufferCorrupt, GradserveError
+from service.errors import BufferCorrupt, GradserveError, UnknownBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +187,18 @@ class Store(Protocol):
         if digest_of(content) != graph.digest:  # the checksums of a database may be off
             raise damaged(graph.name, "model")
         return content
+
+    def run(self, name: str) -> tuple[StoredRun, bytes]:
+        """Return the run, and its form. Raises `UnknownRun` and `BufferCorrupt`."""
+        try:
+            (found,) = self.within(runs_of(self.namespace)).read([name])
+        except UnknownBuffer:
+            raise unknown_run(name) from None
+        return StoredRun.of(found.record), found.value.tobytes()
+
+    def runs(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[StoredRun]:
+        """Return the first runs with the prefix behind the name `after`, in the order of their names."""
+        return [StoredRun.of(one) for one in self.within(runs_of(self.namespace)).records(prefix, after, limit)]
 
     def generation(self) -> int:
         """Return a number that changes with every change of the store by any process. Raises `StoreFailed`."""

@@ -186,14 +186,14 @@ def restore(store: Store, contents: Contents) -> None:
         raise BufferExists(f"Buffers of these names already exist: {', '.join(existing[:5])}")
     parts = [(name, Request([change]), Request([Delete(name=name.name)])) for name, change in changes.items()]
     for name, put in contents.graphs:
-        parts.append((name, Request([], graph=put), Request([], graph=DeleteGraph(name=name.name))))
+        parts.append((name, Request([], hidden=put), Request([], hidden=DeleteGraph(name=name.name))))
     futures = [store.within(name.namespace).submit(request) for name, request, _ in parts]
     try:
         for future in futures:
             future.result()
     except BaseException:
         for (name, request, undo), future in zip(parts, futures, strict=True):
-            if future.exception() is None and (future.result().is_new or request.graph is None):
+            if future.exception() is None and (future.result().is_new or request.hidden is None):
                 store.within(name.namespace).submit(undo).result()
         raise
 

@@ -9,6 +9,7 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from service.api.buffers.specs import FloatName, NewRules
 from service.api.http.tensor_forms import absent, input_type, output_type
+from service.buffers.names import LIFE
 from service.buffers.pushes import MAX_PARTS
 from service.buffers.specs import RULES
 from service.buffers.steps import MAX_CONTRIBUTOR_CHARACTERS
@@ -51,6 +52,15 @@ Contributor = Annotated[
 ]
 
 
+Life = Annotated[
+    str | None,
+    Field(
+        pattern=f"^{LIFE.pattern}$",
+        description="The life of the run that the buffers must have: a worker of a deleted run is refused.",
+    ),
+]
+
+
 class _Query(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -68,6 +78,7 @@ class Metadata(_Rules):
     name: str
     shape: list[int]
     dtype: str
+    run: str | None = Field(description="The run that the buffer belongs to.")
     step: int = Field(description="The current step, counted from 0.")
     version: int = Field(description="The number of changes so far.")
     count: int = Field(description="The number of gradients in this step's sum.")
@@ -118,6 +129,7 @@ class AccumulateQuery(_Query):
     weight: float = Field(1.0, allow_inf_nan=False, description="Number to multiply the gradient by.")
     step: int | None = Field(None, ge=0, description="The step that the buffer must be in.")
     contributor: Contributor = None
+    life: Life = None
     answered: Literal["value"] | None = Field(None, alias="return", description="`value`: answer the sum, too.")
     encoding: Encoding = None
 
@@ -171,6 +183,7 @@ class TakeQuery(_Query):
         "value", alias="return", description="`receipt`: close the step and answer no value, which `value` reads later."
     )
     step: int | None = Field(None, ge=0, description="The step that the buffer must be in.")
+    life: Life = None
     timeout: Timeout = 0.0
     reduce: Reduce = "sum"
     dtype: AnswerDtype = None

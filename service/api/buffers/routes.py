@@ -262,7 +262,7 @@ def new_create(call: Call, name: str, new: BaseModel) -> Create:
     refusal = refusal_of(call, name, spec)
     if refusal is not None and (len(name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_RANK):
         raise refusal
-    return Create(name=check_name(name), spec=spec, refusal=refusal)
+    return Create(name=check_name(name), life=spec.life, spec=spec, refusal=refusal)
 
 
 def new_take(query: TakeQuery, name: str, match: frozenset[str] | None = None) -> Take:
@@ -271,6 +271,7 @@ def new_take(query: TakeQuery, name: str, match: frozenset[str] | None = None) -
         match=match,
         min_count=query.min_count,
         step=query.step,
+        life=query.life,
         mean=query.reduce == "mean",
         want_value=query.answered == "value",
     )
@@ -289,6 +290,7 @@ def new_add(
         do_update=query.do_update,
         overwrite=query.overwrite,
         step=query.step,
+        life=query.life,
         want_value=query.answered is not None,
         contributor=None if query.contributor is None else check_contributor(query.contributor),
     )

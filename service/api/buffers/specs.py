@@ -16,7 +16,7 @@ MAX_RULES_BYTES = 1 << 18
 MAX_SPECS_BYTES = 1 << 24
 """Bytes of a body that describes many buffers: 1 KB for each of 16,384."""
 
-_FIXED = {"nonfinite", "keep"}
+_FIXED = {"nonfinite", "keep", "life"}
 """The rules that a buffer has for ever."""
 
 FloatName = Literal["float16", "bfloat16", "float32", "float64"]

@@ -25,6 +25,7 @@ from service.buffers.perform import Outcome, Wide
 from service.buffers.perform import Request as StoreRequest
 from service.buffers.pushes import Part
 from service.buffers.record import Key
+from service.buffers.runs import RunChange
 from service.buffers.store import Store
 from service.codecs import json as json_codec
 from service.engine.cache import Cache
@@ -241,7 +242,7 @@ class Call:
         *,
         answer: bytes = b"",
         by_prefix: bool = False,
-        graph: PutGraph | DeleteGraph | None = None,
+        hidden: PutGraph | DeleteGraph | RunChange | None = None,
     ) -> Outcome:
         """Make the changes, which were computed from `sources`, in the store. Raises what `Store.submit` does.
 
@@ -249,7 +250,7 @@ class Call:
         """
         began = time.perf_counter_ns()
         try:
-            request = StoreRequest(changes, key, sources, wide, part, answer, by_prefix, graph)
+            request = StoreRequest(changes, key, sources, wide, part, answer, by_prefix, hidden)
             if len(changes) <= INLINE_LOOKUPS:
                 return await asyncio.wrap_future(self.store.submit(request))
             return await while_connected(self.receive, asyncio.wrap_future(self.store.submit(request)))

@@ -45,6 +45,8 @@ class BufferUse:
     weight: float = 1.0
     step: int | None = None
     contributor: str | None = None
+    life: str | None = None
+    """The life of the run that the targets belong to, and those that are created."""
     mean: bool = False
     """Whether closed steps are read as means."""
     timeout: float = 0.0
@@ -133,7 +135,7 @@ def buffers_of(
 ) -> BufferUse:
     """Parse the buffers of a request from `tensor:buffer`. Raises `InvalidParameter` and `DtypeMismatch`.
 
-    `query` is the model with weight, step, contributor and reduce.
+    `query` is the model with weight, step, contributor, life and reduce.
     """
     for name in () if into else ("weight", "step", "contributor"):
         if getattr(query, name) is not None:
@@ -155,7 +157,7 @@ def buffers_of(
         check_contributor(query.contributor)
     weight = 1.0 if query.weight is None else query.weight
     mean = query.reduce == "mean"
-    return BufferUse(inputs, targets, weight, query.step, query.contributor, mean, timeout or 0.0)
+    return BufferUse(inputs, targets, weight, query.step, query.contributor, query.life, mean, timeout or 0.0)
 
 
 def _check_apart(parameter: str, targets: Sequence[Use]) -> None:

@@ -210,6 +210,9 @@ class BufferParameters(BaseModel):
     contributor: Annotated[str | None, WithJsonSchema({"type": "string"})] = Field(
         default_factory=absent, description="With `into`: who adds."
     )
+    life: Annotated[str | None, WithJsonSchema({"type": "string"})] = Field(
+        default_factory=absent, description="The life of the run that the buffers must belong to."
+    )
     reduce: Annotated[Literal["sum", "mean"] | None, WithJsonSchema({"type": "string", "enum": ["sum", "mean"]})] = (
         Field(
             default_factory=absent,

@@ -11,7 +11,7 @@ import orjson
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from service.api.buffers.models import MAX_WAIT_SECONDS
+from service.api.buffers.models import MAX_WAIT_SECONDS, Life
 from service.api.buffers.receipts import receipts_text
 from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.body import header_of, is_quick, read_body
@@ -93,6 +93,7 @@ class EndpointQuery(BaseModel):
     )
     step: int | None = Field(None, ge=0, description="With `into`: the step that the buffers must be in.")
     contributor: str | None = Field(None, description="With `into`: who adds, 1 to 100 printable characters.")
+    life: Life = None
 
 
 @cache

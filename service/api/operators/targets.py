@@ -35,10 +35,10 @@ def changes_of(call: Call, use: BufferUse, outputs: Mapping[str, Any], sources: 
         if name in changes:
             problem = f"{tensor} goes to the buffer {name!r} as another output does, but a request may change each once"
             raise InvalidParameter(problem, parameter="set" if target.overwrites else "into")
-        given: Any = {"name": name, "match": match, "state": states.pop(name, None)}
+        given: Any = {"name": name, "match": match, "state": states.pop(name, None), "life": use.life}
         given |= {"tensor": tensor, "gradient": output}
         if target.overwrites:
-            spec = Spec(output.shape, output.dtype)
+            spec = Spec(output.shape, output.dtype, life=use.life)
             changes[name] = Set(spec=spec, refusal=refusal_of(call, name, spec), **given)
         else:
             changes[name] = Add(weight=use.weight, step=use.step, contributor=use.contributor, **given)

@@ -37,7 +37,7 @@ METRICS_DIRECTORY = "GRADSERVE_METRICS_DIRECTORY"
 """The environment variable with the directory that worker processes share."""
 
 ROUTES = (
-    *("ops", "infer", "accumulate", "take", "value", "zero", "buffers", "graphs"),
+    *("ops", "infer", "accumulate", "take", "value", "zero", "buffers", "graphs", "runs"),
     *("health", "metrics", "page", "other"),
 )
 """The values of the label `route`. Operators have metrics of their own; buffers are too many to count by. `page` are

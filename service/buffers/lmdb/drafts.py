@@ -88,12 +88,12 @@ def _next(txn: LmdbTransaction, draft: Draft | None, request: Request, namespace
     Return None if the whole request should be made at once: it is small, the store has forgotten its draft, or it is
     refused or repeated, as far as that can be said without a look at the numbers. Raises `StoreFull`.
     """
-    most = txn.most_bytes if request.graph is None else min(txn.most_bytes, MOST_OF_GRAPH)
+    most = txn.most_bytes if request.hidden is None else min(txn.most_bytes, MOST_OF_GRAPH)
     if draft is not None:
         return _written(txn, draft, most) if push_of(txn, draft.name) is not None else None
-    if isinstance(request.graph, PutGraph):
-        content = request.graph.content
-        if content.size <= most or not _is_new(txn, request, request.graph, namespace):
+    if isinstance(request.hidden, PutGraph):
+        content = request.hidden.content
+        if content.size <= most or not _is_new(txn, request, request.hidden, namespace):
             return None
         part = Part("", 0, 1, namespace, bytes(16), GRAPH_SECONDS)
         return _written(txn, _begun(txn, part, [(content, False)], now), most)

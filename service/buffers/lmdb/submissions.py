@@ -36,7 +36,7 @@ class Submission(NamedTuple):
 
     def work(self, records: Mapping[BufferName, Record | None]) -> int:
         """Return the work as bytes: of its buffers, as far as they are in `records`, and for each buffer."""
-        changes, graph = self.request.changes, self.request.graph
+        changes, graph = self.request.changes, self.request.hidden
         work = COST_OF_BUFFER * (1 + len(changes))
         work += min(graph.content.size, MOST_OF_GRAPH) if isinstance(graph, PutGraph) else 0
         for change in changes:

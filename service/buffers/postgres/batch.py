@@ -23,7 +23,7 @@ from service.buffers.batches import COST_OF_BUFFER
 from service.buffers.changes import Add, Create
 from service.buffers.gradients import Rows, adds_nothing
 from service.buffers.graph_changes import PutGraph
-from service.buffers.names import BufferName, graphs_of
+from service.buffers.names import BufferName, runs_of
 from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import statements as sql
@@ -57,8 +57,12 @@ class Submission:
 
     @property
     def names(self) -> list[BufferName]:
-        graph, names = self.request.graph, [BufferName(self.namespace, one.name) for one in self.request.changes]
-        return names if graph is None else [*names, BufferName(graphs_of(self.namespace), graph.name)]
+        """The buffers that the request may read or change, as far as it says."""
+        names, hidden = [BufferName(self.namespace, one.name) for one in self.request.changes], self.request.hidden
+        specs = [one.spec for one in self.request.changes if isinstance(one, (Create, Set))]
+        runs = {spec.run for spec in specs if spec is not None and spec.run is not None}
+        names += [BufferName(runs_of(self.namespace), run) for run in runs]
+        return names if hidden is None else [*names, hidden.buffer(self.namespace)]
 
 
 def work_of(submission: Submission) -> int:
@@ -68,7 +72,7 @@ def work_of(submission: Submission) -> int:
 
 def large_arrays(submission: Submission) -> dict[int, Payload]:
     """Return the arrays of the request that are too large for a row, by their identity. Sum up the others."""
-    changes, graph = submission.request.changes, submission.request.graph
+    changes, graph = submission.request.changes, submission.request.hidden
     added = [one.gradient for one in changes if isinstance(one, Add) and one.do_update and one.weight]
     gradients = [one.gathered if isinstance(one, Rows) else one for one in added if not adds_nothing(one)]
     arrays = [change.value for change in changes if isinstance(change, Restore)]
@@ -127,8 +131,9 @@ class Batch:
         wide = [(one.namespace, one.request.wide.prefix) for one in self.submissions if one.request.wide is not None]
         # While a prefix is searched, no other server may create buffers in the namespace.
         creating = {one.namespace for one in self.submissions if any(map(_may_create, one.request.changes))}
-        graphs = {graphs_of(one.namespace) for one in self.submissions if one.request.graph is not None}
-        growing = sorted(creating | graphs | {namespace for namespace, _ in wide})
+        changed = [(one.namespace, one.request.hidden) for one in self.submissions]
+        hidden = {change.buffer(namespace).namespace for namespace, change in changed if change is not None}
+        growing = sorted(creating | hidden | {namespace for namespace, _ in wide})
         blobs = [blob for one in self.submissions for blob in one.staged.values()]
         numbers = sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing)
         named, most = columns(names, 2), perform.MAX_CHANGED_BYTES
