@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import orjson
 
 from service.buffers.changes import Change
 from service.buffers.closing import close, fulfilled
@@ -24,6 +25,9 @@ from service.errors import RunEnded, RunExists, UnknownRun, WorkerReplaced, show
 
 Outcome: TypeAlias = Literal["finished", "failed"]
 """How a run has ended."""
+
+MOST_DIFFERENCES = 3
+"""Differences of two forms that an error names."""
 
 IDLE_SECONDS = 600.0
 """Seconds without an add, or two deadlines if these are longer, after which nobody seems to work on a run."""
@@ -125,6 +129,9 @@ class Join(RunChange):
             return None, True
         run = StoredRun.of(record)
         self._check(run)
+        if run.digest != self.digest:
+            others = _differences(txn.load(record.spec, record.value), self.form)
+            raise RunExists(f"There is a run {self.name!r} of another form: {others}", run=self.name)
         workers = self._among(run.workers)
         txn.put(record.changed(updated=now, about={**record.about, "workers": workers}))
         return None, False
@@ -141,9 +148,9 @@ class Join(RunChange):
                 " name of its own, or end this process if the other has taken its place",
                 run=self.name,
             )
-        if (run.prefix, run.digest) != (self.prefix, self.digest):
-            what = "another prefix" if run.digest == self.digest else "another form"
-            raise RunExists(f"There is a run {self.name!r} with {what}", run=self.name)
+        if run.prefix != self.prefix:
+            problem = f"There is a run {self.name!r} with the prefix {run.prefix!r}, not {shown(self.prefix)}"
+            raise RunExists(problem, run=self.name)
         if run.ended is not None:
             raise RunEnded(f"The run {self.name!r} has {run.ended['outcome']}", run=self.name)
 
@@ -236,6 +243,15 @@ class RemoveOf(Change):
         if record is not None and is_ours:
             txn.remove(record)
         return {"name": self.name, "updated": is_ours}, None
+
+
+def _differences(there: Array, here: Array) -> str:
+    """Return in words what differs first between two forms."""
+    old, new = (orjson.loads(form.tobytes()) for form in (there, here))
+    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    return "; ".join(
+        f"{name} is {shown(new.get(name))} here, and {shown(old.get(name))} there" for name in names[:MOST_DIFFERENCES]
+    )
 
 
 def as_form(text: bytes) -> Array:
