@@ -93,6 +93,7 @@ def _examined(moment: Moment) -> Iterator[str]:
     yield f"{counts['buffer']} buffers, {len(values)} values"
     yield f"{counts['graph']} graphs"
     yield f"{counts['push']} incomplete pushes"
+    yield f"{counts['run']} runs"
     yield from moment.other_findings(values)
 
 
@@ -107,5 +108,5 @@ def _staged(moment: Moment, push: Record) -> Iterator[str]:
 
 
 def _values(record: Record) -> list[tuple[str, int | None]]:
-    running = "the running value" if record.full_name.graph is None else "the model"
+    running = {"graph": "the model", "run": "the form"}.get(record.full_name.kind[0], "the running value")
     return [(running, record.value), *((f"step {closed.step}", closed.value) for closed in record.closed)]

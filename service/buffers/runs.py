@@ -97,6 +97,12 @@ class RunChange:
         return None, False
 
 
+def _new(txn: Transaction, name: BufferName, form: Array, created: float, now: float) -> Record:
+    """Return the buffer of a new run, which is counted, but not stored. Raises `TooManyBuffers`."""
+    txn.count_new(name, now)
+    return Record(name, Spec((form.size,), BOOL), txn.new_id(), created, now, value=txn.store_bytes(form))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Join(RunChange):
     """A worker joins the run, or begins it. To join again is no change."""
@@ -121,11 +127,9 @@ class Join(RunChange):
         if record is None:
             if self.again_only:
                 raise replaced(self.life)
-            txn.count_new(self.buffer(namespace), now)
-            about = {"life": self.life, "prefix": self.prefix, "buffer": self.steps, "digest": self.digest}
-            value, spec = txn.store_bytes(self.form), Spec((self.form.size,), BOOL)
-            made = Record(self.buffer(namespace), spec, txn.new_id(), now, now, value=value)
-            txn.put(made.changed(about={**about, "workers": self._among({}), "ended": None}))
+            own = {"life": self.life, "prefix": self.prefix, "buffer": self.steps, "digest": self.digest}
+            about = {**own, "workers": self._among({}), "ended": None}
+            txn.put(_new(txn, self.buffer(namespace), self.form, now, now).changed(about=about))
             return None, True
         run = StoredRun.of(record)
         self._check(run)
@@ -153,6 +157,22 @@ class Join(RunChange):
             raise RunExists(problem, run=self.name)
         if run.ended is not None:
             raise RunEnded(f"The run {self.name!r} has {run.ended['outcome']}", run=self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreRun(RunChange):
+    """The run that an export has: all of it but its buffers."""
+
+    form: Array
+    created: float
+    about: Mapping[str, Any]
+
+    def make(self, txn: Transaction, namespace: str, now: float) -> tuple[None, bool]:
+        """Raises `RunExists` and `TooManyBuffers`."""
+        if txn.get(self.buffer(namespace)) is not None:
+            raise RunExists(f"There is a run {self.name!r} already", run=self.name)
+        txn.put(_new(txn, self.buffer(namespace), self.form, self.created, now).changed(about=self.about))
+        return None, True
 
 
 @dataclass(frozen=True, kw_only=True)

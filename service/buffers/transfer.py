@@ -1,7 +1,8 @@
 """Export of buffers and graphs to a safetensors file, and import from such a file.
 
 The file holds the current value of each buffer under its name. `__metadata__["buffers"]` holds, as JSON, the data that
-creates the buffers again; graphs are in `transfer_graphs.py`. Closed steps and idempotency keys are not exported.
+creates the buffers again. `transfer_graphs.py` and `transfer_runs.py` have graphs and runs. Closed steps and
+idempotency keys are not exported.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import orjson
 
-from service.buffers import transfer_graphs
+from service.buffers import transfer_graphs, transfer_runs
 from service.buffers.changes import Delete
 from service.buffers.graph_changes import DeleteGraph
 from service.buffers.graphs import damaged
-from service.buffers.names import BufferName, check_length, check_name
+from service.buffers.names import BufferName, check_length, check_name, graphs_of, runs_of
 from service.buffers.packed import present
 from service.buffers.perform import Request
 from service.buffers.readonly import Moment
 from service.buffers.record import Record, name_buffer
 from service.buffers.restore import Restore
 from service.buffers.rules import new_spec
+from service.buffers.runs import Remove
 from service.buffers.specs import RULES, Rule, Spec
 from service.buffers.steps import MAX_CONTRIBUTORS, is_contributor
 from service.buffers.store import Store
 from service.buffers.transfer_graphs import MAX_SECONDS, SavedGraph
+from service.buffers.transfer_runs import SavedRun
 from service.buffers.url import opened_readonly
 from service.codecs import safetensors
 from service.dtypes import FLOATS, Array
@@ -57,16 +60,19 @@ def export(
     with opening as opened, named(path or "stdout"), replacing(path) as file:
         now = opened.now()
         with opened.reading() as moment, np.errstate(all="ignore"):
-            found = [record for record in _sound(moment, prefix) if record.lives(now)]
-            records = {record.full_name.joined: record for record in found if record.full_name.graph is None}
-            graphs = {transfer_graphs.tensor_of(each): each for each in found if each.full_name.graph is not None}
-            if prefix and not (records or graphs):  # a file without buffers must not replace a good file
+            found: dict[str, list[Record]] = {"buffer": [], "graph": [], "run": []}
+            for record in filter(lambda one: one.lives(now), _sound(moment, prefix)):
+                found[record.full_name.kind[0]].append(record)
+            if prefix and not any(found.values()):  # a file without buffers must not replace a good file
                 raise UnknownBuffer(f"There is no buffer and no graph whose name begins with {shown(prefix)}")
+            records = {record.full_name.joined: record for record in found["buffer"]}
+            graphs = {transfer_graphs.tensor_of(each): each for each in found["graph"]}
+            runs = {each.full_name.kind[1].joined: transfer_runs.described(moment, each) for each in found["run"]}
             types = {name: (each.spec.dtype, each.spec.shape) for name, each in records.items()}
             ordered = safetensors.in_order(
                 types | {name: transfer_graphs.type_of(each) for name, each in graphs.items()}
             )
-            size: int = file.write(safetensors.head(ordered, _metadata(records, graphs)))
+            size: int = file.write(safetensors.head(ordered, _metadata(records, graphs, runs)))
             for name in ordered:
                 if name in graphs:
                     size += sum(map(_writing(file), transfer_graphs.pieces(moment, graphs[name])))
@@ -84,24 +90,28 @@ def _writing(file: Any) -> Callable[[Array], int]:
     return lambda piece: int(file.write(piece.reshape(-1).view(np.uint8).data))
 
 
-def _metadata(records: Mapping[str, Record], graphs: Mapping[str, Record]) -> dict[str, str]:
-    """Return the metadata of the file. Without graphs a version before reads it, too."""
-    metadata = {"buffers": {name: _described(record) for name, record in records.items()}}
-    if graphs:
-        metadata["graphs"] = {name: transfer_graphs.described(graph) for name, graph in graphs.items()}
-    return {name: orjson.dumps(members).decode() for name, members in metadata.items()}
+def _metadata(records: Mapping[str, Record], graphs: Mapping[str, Record], runs: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata of the file. Without graphs and runs a version before reads it, too."""
+    metadata: dict[str, Mapping[str, Any]] = {
+        "buffers": {name: _described(record) for name, record in records.items()},
+        "graphs": {name: transfer_graphs.described(graph) for name, graph in graphs.items()},
+        "runs": runs,
+    }
+    return {name: orjson.dumps(it).decode() for name, it in metadata.items() if it or name == "buffers"}
 
 
 def _sound(moment: Moment, prefix: str) -> Iterator[Record]:
-    """Yield the buffers and graphs whose names have this prefix. Raises `BufferCorrupt` and `GraphCorrupt`."""
-    ranges = moment.sound_records(prefix), moment.sound_records(transfer_graphs.prefix_of(prefix))
-    for name, record in dict(chain(*ranges)).items():  # the first may have all of the second
-        shown = (name.graph or name).joined
-        if name.push is not None or not shown.startswith(prefix):
+    """Yield the buffers, graphs and runs whose names have this prefix. Raises `BufferCorrupt` and `GraphCorrupt`."""
+    prefixes = [prefix, *(transfer_graphs.prefix_of(prefix, hidden) for hidden in (graphs_of(""), runs_of("")))]
+    for name, record in dict(
+        chain(*map(moment.sound_records, prefixes))
+    ).items():  # the first may have all of the others
+        kind, shown = name.kind[0], name.kind[1].joined
+        if kind == "push" or not shown.startswith(prefix):
             continue
         if record is None:
-            problem = BufferCorrupt(f"The stored record of the buffer {shown!r} is damaged", buffer=shown)
-            raise problem if name.graph is None else damaged(shown)
+            problem = BufferCorrupt(f"The stored record of the {kind} {shown!r} is damaged", buffer=shown)
+            raise damaged(shown) if kind == "graph" else problem
         yield record
 
 
@@ -120,10 +130,11 @@ def _described(record: Record) -> dict[str, Any]:
 
 
 class Contents(NamedTuple):
-    """The buffers and graphs of a file."""
+    """The buffers, graphs and runs of a file."""
 
     buffers: list[Restore]
     graphs: list[SavedGraph]
+    runs: list[SavedRun]
 
 
 def read(path: Path | None, limits: Limits, longest_name: int) -> Contents:
@@ -154,8 +165,10 @@ def read(path: Path | None, limits: Limits, longest_name: int) -> Contents:
             raise MalformedBody(f"{what} has no tensor {name!r} as its metadata describes it")
     for name, (full_name, _) in graphs.items():
         _check_name(what, name, full_name, longest_name, "graph")
+    for run, _ in (runs := transfer_runs.read(what, metadata.get("runs"))):
+        _check_name(what, run.joined, run, longest_name, "run")
     restores = [Restore(name=record.name, record=record, value=tensors[name]) for name, record in records.items()]
-    return Contents(restores, [*graphs.values()])
+    return Contents(restores, [*graphs.values()], runs)
 
 
 @contextmanager
@@ -175,9 +188,9 @@ def _on_disk(path: Path | None) -> Iterator[BinaryIO]:
 
 
 def restore(store: Store, contents: Contents) -> None:
-    """Create all buffers and graphs, or, on an error, none.
+    """Create all buffers, graphs and runs, or, on an error, none.
 
-    Raises `BufferExists`, `GraphExists`, `StoreFull`, `TooManyBuffers` and `TooManyGraphs`.
+    Raises `BufferExists`, `GraphExists`, `RunExists`, `StoreFull`, `TooManyBuffers` and `TooManyGraphs`.
     """
     changes = {change.record.full_name: change for change in contents.buffers}
     stores = {namespace: store.within(namespace) for namespace, _ in changes}
@@ -185,8 +198,9 @@ def restore(store: Store, contents: Contents) -> None:
     if existing := sorted(name.joined for name in names if name in changes):
         raise BufferExists(f"Buffers of these names already exist: {', '.join(existing[:5])}")
     parts = [(name, Request([change]), Request([Delete(name=name.name)])) for name, change in changes.items()]
-    for name, put in contents.graphs:
-        parts.append((name, Request([], hidden=put), Request([], hidden=DeleteGraph(name=name.name))))
+    hidden: list[Any] = [(name, put, DeleteGraph(name=name.name)) for name, put in contents.graphs]
+    hidden += [(name, run, Remove(name=name.name, last=True)) for name, run in contents.runs]
+    parts += [(name, Request([], hidden=made), Request([], hidden=undo)) for name, made, undo in hidden]
     futures = [store.within(name.namespace).submit(request) for name, request, _ in parts]
     try:
         for future in futures:

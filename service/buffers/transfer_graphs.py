@@ -12,7 +12,7 @@ import numpy as np
 
 from service.buffers.graph_changes import PutGraph
 from service.buffers.graphs import digest_of, named_graph
-from service.buffers.names import BufferName, graphs_of
+from service.buffers.names import BufferName
 from service.buffers.readonly import Moment
 from service.buffers.record import Record
 from service.codecs.safetensors import TensorType
@@ -41,9 +41,12 @@ SavedGraph: TypeAlias = tuple[BufferName, PutGraph]
 """A graph of a file, and the change that makes it again."""
 
 
-def prefix_of(prefix: str) -> str:
-    """Return the prefix that buffers have which are graphs whose names have this prefix; all names are joined."""
-    own = BufferName(graphs_of(""), "").joined
+def prefix_of(prefix: str, hidden: str) -> str:
+    """Return the prefix that buffers have which are graphs or runs whose names have this prefix; all names are joined.
+
+    `hidden` is the namespace of those in the default namespace.
+    """
+    own = BufferName(hidden, "").joined
     return own[:-1] + prefix[1:] if prefix[:1] in ("", "~") else own + prefix
 
 

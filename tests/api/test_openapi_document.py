@@ -20,6 +20,7 @@ create_buffer get_buffer set_rules delete_buffer list_buffers value accumulate z
 create_many accumulate_many zero_many take_many value_many statistics_many delete_many set_rules_many
 server_live server_ready get_limits get_metrics
 list_pushes forget_push
+list_runs get_run join leave finish delete_run
 put_graph list_graphs get_graph get_model delete_graph run_graph
 get_caller get_service service_history
 """

@@ -44,7 +44,7 @@ def prepare(store: Store) -> None:
 
 
 def _put_graph(store: Store, name: str, key: Key | None = None) -> Outcome:
-    return store.submit(Request([], key, graph=PutGraph.of(name, b"a model", {}))).result(PATIENCE)
+    return store.submit(Request([], key, hidden=PutGraph.of(name, b"a model", {}))).result(PATIENCE)
 
 
 def _forget(store: Store) -> Outcome:

@@ -47,12 +47,12 @@ def put(
     options: dict[str, str] = OPTIONS,
     key: Key | None = None,
 ) -> Outcome:
-    request = Request(changes, key, graph=PutGraph.of(name, content, options))
+    request = Request(changes, key, hidden=PutGraph.of(name, content, options))
     return store.submit(request).result(PATIENCE)
 
 
 def delete(store: Store, name: str = "mlp", *changes: Change, key: Key | None = None) -> Outcome:
-    return store.submit(Request(changes, key, graph=DeleteGraph(name=name))).result(PATIENCE)
+    return store.submit(Request(changes, key, hidden=DeleteGraph(name=name))).result(PATIENCE)
 
 
 def content(store: Store, name: str = "mlp") -> bytes:

@@ -204,7 +204,7 @@ def damaged_graph(opened: Callable[[], Store], found: Callable[[], list[str]]) -
             store.graph("g")
     assert found() == before
     with closing(opened()) as store:
-        store.submit(Request([], graph=DeleteGraph(name="g"))).result()
+        store.submit(Request([], hidden=DeleteGraph(name="g"))).result()
         with pytest.raises(UnknownGraph):
             store.graph("g")
     assert "WRONG: the graph 'g' is damaged" not in found()

@@ -44,7 +44,7 @@ def store(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> LmdbStore:
 
 
 def send(store: Store, name: str = "mlp", model: bytes = MODEL) -> Future[Outcome]:
-    return store.submit(Request([], graph=PutGraph.of(name, model, {})))
+    return store.submit(Request([], hidden=PutGraph.of(name, model, {})))
 
 
 def test_others_have_their_turns_while_a_graph_is_written(

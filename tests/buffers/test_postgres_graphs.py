@@ -33,7 +33,7 @@ def test_requests_of_one_transaction_see_each_other(schema: Schema, monkeypatch:
     gate = Gate(monkeypatch, "made")
     graphs = [PutGraph.of("g", SMALL, {}), PutGraph.of("g", SMALL, {}), PutGraph.of("g", LARGE, {})]
     more = PutGraph.of("h", SMALL, {})
-    futures = gate.together(store, [Request([], graph=graph) for graph in (*graphs, more)])
+    futures = gate.together(store, [Request([], hidden=graph) for graph in (*graphs, more)])
     assert [futures[0].result(PATIENCE).is_new, futures[1].result(PATIENCE).is_new] == [True, False]
     for future, error in zip(futures[2:], (GraphExists, TooManyGraphs), strict=True):
         with pytest.raises(error):

@@ -38,7 +38,7 @@ def large() -> Any:
 
 
 def graph(store: PostgresStore, content: bytes) -> object:
-    return store.submit(Request([], graph=PutGraph.of("g", content, {}))).result(PATIENCE)
+    return store.submit(Request([], hidden=PutGraph.of("g", content, {}))).result(PATIENCE)
 
 
 def wide(store: PostgresStore, prefix: str, **rest: Any) -> object:
@@ -92,7 +92,7 @@ REFUSED: dict[str, Callable[[PostgresStore], object]] = {
 
 
 def new_graph() -> Request:
-    return Request([], graph=PutGraph.of("new", MODEL, {}))
+    return Request([], hidden=PutGraph.of("new", MODEL, {}))
 
 
 def full(store: PostgresStore, work: Callable[[], object]) -> object:

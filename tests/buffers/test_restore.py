@@ -26,7 +26,14 @@ FORM: dict[str, Any] = {"shape": [2], "dtype": "float32"}
 RULES = {**FORM, "nonfinite": "reject", "quorum": 9, "keep": 3, "ttl_seconds": 10.0, "max_norm": 2.5}
 STATE: dict[str, Any] = {"spec": RULES, "step": 1, "version": 5, "count": 3, "weight": 2.5, "created": 1e9}
 
-LATER = {"min_count": 1, "per_contributor": 1, "deadline_seconds": None, "quorum_weight": None, "contributors": None}
+LATER = {
+    "min_count": 1,
+    "per_contributor": 1,
+    "deadline_seconds": None,
+    "quorum_weight": None,
+    "contributors": None,
+    "life": None,
+}
 """Rules that a file may lack, with their defaults."""
 
 HELD: list[Any] = [[], {"": 1}, {"a": 0}, {"a": 1.5}]

@@ -1012,7 +1012,7 @@ class GraphMachine(StoreMachine):
         change = data.draw(st.sampled_from(kinds))
         several = data.draw(st.lists(changes["create"] | changes["delete"], max_size=1))
         self.requests += 1
-        request = Request(several, key(f"key {self.requests}") if with_key else None, graph=change)
+        request = Request(several, key(f"key {self.requests}") if with_key else None, hidden=change)
         got, is_new = self.answer(request), self.is_new_graph(change)
         done = is_new if isinstance(is_new, str) else self.model.do(several)
         if isinstance(done, str):

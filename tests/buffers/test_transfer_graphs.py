@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.buffers.calls import add, create, spec, value
 from tests.buffers.postgres import Schema
 from tests.buffers.stores import MAX_BYTES, Clock, flip, open_lmdb, wrong
 from tests.buffers.test_contract_graphs import LARGE, OPTIONS, SMALL, content, names, put
+from tests.buffers.test_contract_runs import LIFE, join, leave
 
 LIMITS = Limits(max_tensor_bytes=1 << 21)
 
@@ -189,3 +191,57 @@ def test_a_sound_store_has_no_findings(tmp_path: Path, clock: Clock) -> None:
         put(store, "mlp", LARGE)
         put(store, "small")
     assert wrong(tmp_path / "store") == []
+
+
+# ----- runs -----
+
+
+def test_runs_come_back_with_their_buffers(
+    place: Place, tmp_path: Path, open_memory: Callable[[], MemoryStore]
+) -> None:
+    with closing(place.open()) as store:
+        for own in (store, store.within("ann")):
+            join(own, form=b'{"line.a":"float32[2]"}')
+            create(own, "line.a", life=LIFE)
+            add(own, "line.a", [1, 2], life=LIFE)
+            leave(own, "x", outcome="failed", error="E: 1")
+        runs = [own.run("line") for own in (store, store.within("ann"))]
+    assert place.export(tmp_path / "saved")[:2] == (2, 0)
+    assert "2 runs" in place.lines()
+    other = open_memory()
+    imported(tmp_path / "saved", other)
+    for own, (run, form) in zip((other, other.within("ann")), runs, strict=True):
+        found, found_form = own.run("line")
+        assert (replace(found, updated=run.updated), found_form) == (run, form)
+        assert (value(own, "line.a").tolist(), own.record("line.a").spec.life) == ([1, 2], LIFE)
+    with pytest.raises(UnknownBuffer):
+        place.export(tmp_path / "part", "other")
+    with pytest.raises(GradserveError):
+        imported(tmp_path / "saved", other)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"life": "line@0"}, "has life 'line@0', but it must be a life of the run, or empty"),
+        ({"ended": {}}, "has ended {}, but it must be null or an object"),
+        ({"form": []}, "has form"),
+        ({"more": 1}, "does not know"),
+        ({"workers": {"x": 1}}, "workers"),
+    ],
+)
+def test_a_file_with_a_wrong_run_is_refused(tmp_path: Path, changed: dict[str, Any], words: str) -> None:
+    run = {
+        "life": LIFE,
+        "created": 1e9,
+        "prefix": "line.",
+        "buffer": "line.a",
+        "workers": {},
+        "ended": None,
+        "form": {},
+    }
+    metadata = {"buffers": "{}", "runs": json.dumps({"line": {**run, **changed}})}
+    save_file({}, tmp_path / "saved", metadata)
+    with pytest.raises(MalformedBody) as caught:
+        read(tmp_path / "saved", LIMITS, 200)
+    assert words in str(caught.value)

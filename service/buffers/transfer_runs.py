@@ -1,0 +1,65 @@
+"""Runs in the file of an export: `__metadata__["runs"]` holds them, as JSON, by their names."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import orjson
+
+from service.buffers.graphs import digest_of
+from service.buffers.names import LIFE, BufferName
+from service.buffers.readonly import Moment
+from service.buffers.record import Record
+from service.buffers.runs import RestoreRun, StoredRun, as_form
+from service.buffers.transfer_graphs import MAX_SECONDS
+from service.errors import MalformedBody, shown
+from service.host.documents import DocumentInvalid, Members, check, is_number, parse
+
+SavedRun: TypeAlias = tuple[BufferName, RestoreRun]
+"""A run of a file, and the change that makes it again."""
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_RUN: Members = {
+    "life": ("a life of the run, or empty", lambda value: _is_text(value) and bool(not value or LIFE.fullmatch(value))),
+    "created": ("seconds since 1970, from 0 to 10^11", lambda value: is_number(value, 0, MAX_SECONDS)),
+    "prefix": ("a text", _is_text),
+    "buffer": ("a text", _is_text),
+    "workers": ("an object of texts", lambda value: isinstance(value, dict) and all(map(_is_text, value.values()))),
+    "ended": (
+        "null or an object with outcome, at, worker and error",
+        lambda value: value is None or (isinstance(value, dict) and {*value} == {"outcome", "at", "worker", "error"}),
+    ),
+    "form": ("an object", lambda value: isinstance(value, dict)),
+}
+
+
+def described(moment: Moment, record: Record) -> dict[str, Any]:
+    """Return a run as the file has it. Raises `BufferCorrupt`."""
+    pieces = [piece.reshape(-1).view(np.uint8).tobytes() for piece in moment.streamed(record.spec, record.value)]
+    run = StoredRun.of(record)
+    return {name: getattr(run, name) for name in _RUN if name != "form"} | {"form": orjson.loads(b"".join(pieces))}
+
+
+def read(what: str, metadata: str | None) -> list[SavedRun]:
+    """Return the runs of a file. Raises `MalformedBody`."""
+    everything = f"The metadata of the runs in {what}"
+    try:
+        runs = parse(everything, metadata or "{}")
+        if not isinstance(runs, dict):
+            raise DocumentInvalid(f"{everything} is {shown(runs)}, but must be an object")
+        for name, members in runs.items():
+            check(f"The metadata of the run {shown(name)} in {what}", members, _RUN, _RUN.keys())
+    except DocumentInvalid as error:
+        raise MalformedBody(str(error)) from None
+    return [_saved(BufferName.split(name), {**members}) for name, members in runs.items()]
+
+
+def _saved(name: BufferName, members: dict[str, Any]) -> SavedRun:
+    form, created = orjson.dumps(members.pop("form"), option=orjson.OPT_SORT_KEYS), float(members.pop("created"))
+    about = members | {"digest": digest_of(form)}
+    return name, RestoreRun(name=name.name, form=as_form(form), created=created, about=about)
