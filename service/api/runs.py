@@ -61,9 +61,11 @@ class NewWorker(BaseModel):
     form: dict[str, Any] = Field(
         default_factory=dict, description="What all workers have alike, such as the shapes of parameters."
     )
-    life: Life | None = Field(
-        None, description="The life of the run, if this process has joined it before: then it begins no other run."
+    start: dict[str, Any] = Field(
+        default_factory=dict, description="What the first worker begins with: every join answers it."
     )
+    life: Life | None = Field(None, description="The life of a new run, or that of the run which was joined before.")
+    again: bool = Field(False, description="Whether this process has joined the run before, so that it begins none.")
 
 
 class LeavingWorker(BaseModel):
@@ -116,9 +118,10 @@ class Run(TypedDict):
 
 
 class RunWithForm(Run):
-    """A run with what its workers have alike."""
+    """A run with what its workers have alike, and what the first of them began with."""
 
     form: dict[str, Any]
+    start: dict[str, Any]
 
 
 class RunList(TypedDict):
@@ -153,9 +156,7 @@ async def get_run(call: CurrentCall, run: str) -> JsonAnswer[RunWithForm]:
 def _answer(store: Store, name: str, status: int = 200) -> JsonAnswer[RunWithForm]:
     run, form = store.run(name)
     (described,) = _described(store, [run])
-    return JsonAnswer(
-        {**described, "form": orjson.loads(form)}, status, {"Location": f"./{name}"} if status == 201 else {}
-    )
+    return JsonAnswer({**described, **orjson.loads(form)}, status)
 
 
 @router.post("/{run}/join", summary="Join a run, or begin it", dependencies=[body(NewWorker)])
@@ -173,17 +174,18 @@ async def join(call: CurrentCall, run: str) -> JsonAnswer[RunWithForm]:
         problem = f"buffer is {shown(new.buffer)}, but must begin with the prefix, {shown(new.prefix)}"
         raise InvalidParameter(problem, parameter="buffer")
     check_run(run, new.life)
-    form = orjson.dumps(new.form, option=orjson.OPT_SORT_KEYS)
+    if new.again and new.life is None:
+        raise InvalidParameter("life is missing, but again is true: a join answers the life", parameter="life")
     change = Join(
         name=run,
         worker=new.worker,
         token=new.token,
         prefix=new.prefix,
         steps=new.buffer,
-        form=as_form(form),
-        digest=digest_of(form),
+        form=as_form(new.form, new.start),
+        digest=digest_of(orjson.dumps(new.form, option=orjson.OPT_SORT_KEYS)),
         life=new.life or f"{run}@{secrets.token_hex(8)}",
-        again_only=new.life is not None,
+        again_only=new.again,
     )
     is_new = await _change(call, change, new.prefix, new.worker, is_expected=True)
     return await call.offload(False, _answer, call.store, run, 201 if is_new else 200)

@@ -114,8 +114,9 @@ class Join(RunChange):
     steps: str
     """The name of the buffer whose steps are those of the run."""
     form: Array
-    """What all workers have alike, as the bytes of JSON, flat, as bool."""
+    """What `as_form` returns."""
     digest: str
+    """The digest of the form alone."""
     life: str
     """The life of a new run, or else that of the run if the worker knows it."""
     again_only: bool = False
@@ -267,13 +268,13 @@ class RemoveOf(Change):
 
 def _differences(there: Array, here: Array) -> str:
     """Return in words what differs first between two forms."""
-    old, new = (orjson.loads(form.tobytes()) for form in (there, here))
+    old, new = (orjson.loads(form.tobytes())["form"] for form in (there, here))
     names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     return "; ".join(
         f"{name} is {shown(new.get(name))} here, and {shown(old.get(name))} there" for name in names[:MOST_DIFFERENCES]
     )
 
 
-def as_form(text: bytes) -> Array:
-    """Return the bytes of a form as a run stores them."""
-    return np.frombuffer(text, BOOL)
+def as_form(form: Mapping[str, Any], start: Mapping[str, Any]) -> Array:
+    """Return what all workers have alike, and what the first began with, as a run stores them: JSON, flat, as bool."""
+    return np.frombuffer(orjson.dumps({"form": form, "start": start}), BOOL)

@@ -35,6 +35,7 @@ _RUN: Members = {
         lambda value: value is None or (isinstance(value, dict) and {*value} == {"outcome", "at", "worker", "error"}),
     ),
     "form": ("an object", lambda value: isinstance(value, dict)),
+    "start": ("an object", lambda value: isinstance(value, dict)),
 }
 
 
@@ -42,7 +43,7 @@ def described(moment: Moment, record: Record) -> dict[str, Any]:
     """Return a run as the file has it. Raises `BufferCorrupt`."""
     pieces = [piece.reshape(-1).view(np.uint8).tobytes() for piece in moment.streamed(record.spec, record.value)]
     run = StoredRun.of(record)
-    return {name: getattr(run, name) for name in _RUN if name != "form"} | {"form": orjson.loads(b"".join(pieces))}
+    return {name: getattr(run, name) for name in _RUN if hasattr(run, name)} | orjson.loads(b"".join(pieces))
 
 
 def read(what: str, metadata: str | None) -> list[SavedRun]:
@@ -60,6 +61,6 @@ def read(what: str, metadata: str | None) -> list[SavedRun]:
 
 
 def _saved(name: BufferName, members: dict[str, Any]) -> SavedRun:
-    form, created = orjson.dumps(members.pop("form"), option=orjson.OPT_SORT_KEYS), float(members.pop("created"))
-    about = members | {"digest": digest_of(form)}
-    return name, RestoreRun(name=name.name, form=as_form(form), created=created, about=about)
+    form, start, created = members.pop("form"), members.pop("start"), float(members.pop("created"))
+    about = members | {"digest": digest_of(orjson.dumps(form, option=orjson.OPT_SORT_KEYS))}
+    return name, RestoreRun(name=name.name, form=as_form(form, start), created=created, about=about)

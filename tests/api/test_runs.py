@@ -60,7 +60,7 @@ def described(client: httpx.Client, run: str = "line") -> dict[str, Any]:
 
 
 def test_a_run_begins_with_its_first_worker(client: httpx.Client) -> None:
-    answer = asked(client)
+    answer = asked(client, start={"weights": "abc"})
     found = answer.json()
     assert (answer.status_code, found["state"], found["step"], found["members"]) == (201, "joining", 0, ["x"])
     assert (found["prefix"], found["buffer"], found["form"], found["ended"]) == ("line.", "line.w", FORM, None)
@@ -68,7 +68,7 @@ def test_a_run_begins_with_its_first_worker(client: httpx.Client) -> None:
     again = asked(client)
     assert (again.status_code, again.json()["life"], again.json()["members"]) == (200, found["life"], ["x"])
     (listed,) = client.get("/v1/runs").json()["runs"]
-    assert {**listed, "form": FORM} == again.json()
+    assert {**listed, "form": FORM, "start": {"weights": "abc"}} == again.json()
 
 
 def test_a_run_is_followed_from_its_begin_to_its_end(client: httpx.Client) -> None:
@@ -113,7 +113,7 @@ def test_a_deleted_run_takes_nothing_of_its_workers(client: httpx.Client) -> Non
     assert client.delete("/v1/runs/line").status_code == 204
     assert [one["name"] for one in client.get("/v1/buffers").json()["buffers"]] == ["line.other"]
     assert_problem(push(client, "x", life), 409, "run_replaced", "'line' of this request was deleted")
-    assert_problem(asked(client, life=life), 409, "run_replaced")
+    assert_problem(asked(client, life=life, again=True), 409, "run_replaced")
     new = begun(client)
     assert new != life
     push(client, "x", new)
@@ -167,8 +167,8 @@ def test_two_processes_of_one_worker(client: httpx.Client) -> None:
     life = joined(client)["life"]
     joined(client, token="new")
     words = "Another process has joined the run 'line' as 'x' since", "a name of its own"
-    assert_problem(asked(client, life=life), 409, "worker_replaced", *words)
-    assert joined(client, token="new", life=life)["life"] == life
+    assert_problem(asked(client, life=life, again=True), 409, "worker_replaced", *words)
+    assert joined(client, token="new", life=life, again=True)["life"] == life
 
 
 def test_a_large_run_is_deleted_in_turns(client: httpx.Client) -> None:
@@ -208,6 +208,7 @@ def test_runs_are_paged(client: httpx.Client) -> None:
         ("join", {"prefix": "p.", "buffer": "p.w"}, "invalid_parameter", "token is missing"),
         ("join", {"token": "t", "prefix": "/", "buffer": "/w"}, "invalid_parameter", "prefix"),
         ("join", {"token": "t", "prefix": "p", "buffer": "p", "life": "x@0"}, "invalid_parameter", "life"),
+        ("join", {"token": "t", "prefix": "p", "buffer": "p", "again": True}, "invalid_parameter", "life is missing"),
         ("join", {"token": "t", "prefix": "p", "buffer": "p", "steps": 3}, "unknown_parameter", "steps"),
         ("leave", {"worker": "x", "life": f"other@{'0' * 16}"}, "invalid_parameter", "one of the run 'line'"),
         ("leave", {"worker": "x", "life": f"line@{'0' * 16}"}, "unknown_run", "There is no run 'line'"),

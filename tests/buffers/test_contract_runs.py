@@ -24,9 +24,10 @@ LIFE, OTHER = "line@0123456789abcdef", "line@00000000000000ff"
 THREE: Any = {"contributors": ("x", "y", "z"), "quorum": 3, "deadline_seconds": 10.0, "min_count": 2, "life": LIFE}
 
 
-def join(store: Store, worker: str | None = "x", form: bytes = b"{}", **more: Any) -> Outcome:
+def join(store: Store, worker: str | None = "x", form: Any = None, **more: Any) -> Outcome:
     given = {"token": f"of {worker}", "prefix": "line.", "steps": "line.a", "life": LIFE, **more}
-    change = Join(name="line", worker=worker, form=as_form(form), digest=digest_of(form), **given)
+    digest = digest_of(repr(form).encode())
+    change = Join(name="line", worker=worker, form=as_form(form or {}, {}), digest=digest, **given)
     return _with_expected(store, change, worker, is_expected=True)
 
 
@@ -247,10 +248,10 @@ def test_a_run_that_is_being_deleted_takes_nobody(line: Store) -> None:
 
 def test_a_run_has_one_form(line: Store) -> None:
     before = line.run("line")
-    for changed in ({"form": b'{"a":1}'}, {"prefix": "li"}):
+    for changed in ({"form": {"a": 1}}, {"prefix": "li"}):
         with pytest.raises(RunExists):
             join(line, "x", **changed)
-    assert line.run("line") == before == (run_of(line), b"{}")
+    assert line.run("line") == before == (run_of(line), b'{"form":{},"start":{}}')
 
 
 def test_a_process_that_joins_later_takes_the_place(line: Store) -> None:

@@ -201,7 +201,7 @@ def test_runs_come_back_with_their_buffers(
 ) -> None:
     with closing(place.open()) as store:
         for own in (store, store.within("ann")):
-            join(own, form=b'{"line.a":"float32[2]"}')
+            join(own, form={"line.a": "float32[2]"})
             create(own, "line.a", life=LIFE)
             add(own, "line.a", [1, 2], life=LIFE)
             leave(own, "x", outcome="failed", error="E: 1")
@@ -212,7 +212,7 @@ def test_runs_come_back_with_their_buffers(
     imported(tmp_path / "saved", other)
     for own, (run, form) in zip((other, other.within("ann")), runs, strict=True):
         found, found_form = own.run("line")
-        assert (replace(found, updated=run.updated), found_form) == (run, form)
+        assert (replace(found, updated=run.updated, digest=run.digest), found_form) == (run, form)
         assert (value(own, "line.a").tolist(), own.record("line.a").spec.life) == ([1, 2], LIFE)
     with pytest.raises(UnknownBuffer):
         place.export(tmp_path / "part", "other")
@@ -231,15 +231,8 @@ def test_runs_come_back_with_their_buffers(
     ],
 )
 def test_a_file_with_a_wrong_run_is_refused(tmp_path: Path, changed: dict[str, Any], words: str) -> None:
-    run = {
-        "life": LIFE,
-        "created": 1e9,
-        "prefix": "line.",
-        "buffer": "line.a",
-        "workers": {},
-        "ended": None,
-        "form": {},
-    }
+    run: dict[str, Any] = {"life": LIFE, "created": 1e9, "prefix": "line.", "buffer": "line.a", "workers": {}}
+    run |= {"ended": None, "form": {}, "start": {}}
     metadata = {"buffers": "{}", "runs": json.dumps({"line": {**run, **changed}})}
     save_file({}, tmp_path / "saved", metadata)
     with pytest.raises(MalformedBody) as caught:
