@@ -53,6 +53,10 @@ class MalformedBody(GradserveError, status=400, code="malformed_body"):
     """Request body cannot be read."""
 
 
+class OldClient(GradserveError, status=400, code="old_client"):
+    """Client is older than the server."""
+
+
 class Unauthorized(GradserveError, status=401, code="unauthorized"):
     """Missing or invalid API key."""
 

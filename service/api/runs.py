@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, StrictStr
 from typing_extensions import TypedDict
 
 from service.api.buffers.models import Contributor, ListQuery
-from service.api.buffers.openapi import DELETED
 from service.api.buffers.preconditions import refuse_headers
 from service.api.buffers.request import parse_model, receive, receive_no_body, reserved
 from service.api.http.answer import Answer, JsonAnswer
@@ -156,10 +155,15 @@ async def get_run(call: CurrentCall, run: str) -> JsonAnswer[RunWithForm]:
 def _answer(store: Store, name: str, status: int = 200) -> JsonAnswer[RunWithForm]:
     run, form = store.run(name)
     (described,) = _described(store, [run])
-    return JsonAnswer({**described, **orjson.loads(form)}, status)
+    return JsonAnswer(cast(RunWithForm, {**described, **orjson.loads(form)}), status)
 
 
-@router.post("/{run}/join", summary="Join a run, or begin it", dependencies=[body(NewWorker)])
+@router.post(
+    "/{run}/join",
+    summary="Join a run, or begin it",
+    responses={201: {"description": "The new run", "model": RunWithForm}},
+    dependencies=[body(NewWorker)],
+)
 @access(WRITE, label="runs")
 async def join(call: CurrentCall, run: str) -> JsonAnswer[RunWithForm]:
     """The running step waits for the worker. To join again changes nothing. Raises `run_exists` for another form,
@@ -248,7 +252,7 @@ async def _names(call: Call, prefix: str, most: int | None) -> list[str]:
     return await call.offload(False, call.store.names, prefix, most)
 
 
-@router.delete("/{run}", summary="Delete a run", status_code=204, responses=DELETED)
+@router.delete("/{run}", summary="Delete a run", status_code=204)
 @access(WRITE, label="runs")
 async def delete_run(call: CurrentCall, run: str) -> Answer:
     """All its buffers go, too, a thousand at a time if there are more: it has ended for its workers from the first on.
@@ -286,7 +290,7 @@ def _one(run: StoredRun, steps: Record | None, now: float) -> Run:
         "state": run.state(steps, now),
         "step": 0 if steps is None else steps.step,
         "members": [name for name in expected if name not in left_out],
-        "missing": None if steps is None else steps.missing,
+        "missing": None if steps is None else steps.awaited,
         "left_out": [name for name in expected if name in left_out],
         "prefix": run.prefix,
         "buffer": run.buffer,

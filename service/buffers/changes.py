@@ -253,7 +253,7 @@ class Take(Change):
         if record.count < self.min_count:
             raise TooFewGradients(
                 f"The count of {self.name!r} is {record.count} in step {record.step}, but min_count is"
-                f" {self.min_count}{described(record.missing)}",
+                f" {self.min_count}{described(record.awaited)}",
                 **record.progress(),
                 min_count=self.min_count,
             )

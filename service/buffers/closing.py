@@ -57,20 +57,25 @@ def check_may_add(record: Record, name: str) -> None:
 
 
 def contributed(record: Record, name: str | None, *, alone: bool) -> Record:
-    """Return the record after an add of this contributor; with `alone`, after its overwrite."""
-    before = {} if alone else record.contributors_in
+    """Return the record after an add of this contributor; with `alone`, after its overwrite.
+
+    A run awaits a contributor again that was left out.
+    """
+    before, absent = {} if alone else record.contributors_in, record.absent
     own = {} if name is None else {name: before.get(name, 0) + 1}
-    return record.changed(contributors_in={**before, **own})
+    if name in absent and record.spec.life is not None:
+        absent = {one: at for one, at in absent.items() if one != name}
+    return record.changed(contributors_in={**before, **own}, absent=absent)
 
 
 def fulfilled(record: Record, now: float) -> ClosedBy | None:
     """Return what closes the running step now, if anything does.
 
-    The first step of a run waits for all expected contributors. Its later steps do not wait for those that are left
-    out: a step closes once each of the others has its share of the quorum.
+    The first step of a run waits for all expected contributors, or for as many as its quorum if they are more. Its
+    later steps do not wait for those that are left out: a step closes once each of the others has its share.
     """
     spec = record.spec
-    if spec.life is not None and not record.step and record.missing:
+    if spec.life is not None and not record.step and _lacks_contributors(record):
         return None
     if spec.quorum is not None and record.count >= spec.quorum:
         return "quorum"
@@ -79,6 +84,13 @@ def fulfilled(record: Record, now: float) -> ClosedBy | None:
     if spec.life is not None and record.left_out and _has_all_members(record):
         return "members"
     return "deadline" if record.began is not None and (record.due or math.inf) <= now else None
+
+
+def _lacks_contributors(record: Record) -> bool:
+    """Whether fewer contributors are in than the first step waits for."""
+    missing, expected = record.awaited or (), record.spec.contributors or ()
+    inside = sum(name in record.contributors_in for name in expected)
+    return bool(missing) and inside < min(inside + len(missing), record.spec.quorum or len(expected))
 
 
 def _has_all_members(record: Record) -> bool:
@@ -97,8 +109,8 @@ def close(txn: Transaction, record: Record, by: ClosedBy) -> tuple[Record, Close
     steps = (*record.closed, closed)
     for old in steps[: -record.spec.keep]:
         txn.free(old.value)
-    expected = record.spec.contributors or ()
-    absent = {name: record.last_in(name) for name in expected if name not in record.contributors_in}
+    expected, inside = record.spec.contributors or (), record.contributors_in.keys() - record.left_out
+    absent = {name: record.last_in(name) for name in expected if name not in inside}
     record = next_step(record).changed(closed=steps[-record.spec.keep :], closed_at=record.updated, absent=absent)
     txn.put(record)
     return record, closed

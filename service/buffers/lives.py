@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from service.buffers.names import BufferName, runs_of
 from service.buffers.record import Record, Spec
 from service.buffers.transaction import Transaction
-from service.errors import RunReplaced, shown
+from service.errors import RunReplaced, UnknownBuffer, shown
 
 
 def run_of(life: str) -> str:
@@ -30,12 +33,28 @@ def of_life(txn: Transaction, namespace: str, life: str) -> Record:
 def new_buffer(txn: Transaction, name: BufferName, spec: Spec, now: float) -> Record:
     """Return a new buffer, which is counted, but not stored. Raises `RunReplaced` and `TooManyBuffers`."""
     if spec.life is not None:
-        of_life(txn, name.namespace, spec.life)
+        run = of_life(txn, name.namespace, spec.life)
+        if not run.about["begun"]:
+            txn.put(run.changed(about={**run.about, "begun": True}))
     txn.count_new(name, now)
     return Record(name, spec, txn.new_id(), now, now)
 
 
 def check_life(record: Record | None, life: str) -> None:
     """Raise `RunReplaced` if the buffer is not, or no longer, of this life."""
+    if record is not None and record.spec.run not in (None, run_of(life)):
+        problem = f"The buffer {record.name!r} belongs to the run {shown(record.spec.run)}, not {shown(run_of(life))}"
+        raise RunReplaced(problem, buffer=record.name, run=record.spec.run)
     if record is None or record.spec.life != life:
         raise replaced(life)
+
+
+@contextmanager
+def of_this_life(life: str | None) -> Iterator[None]:
+    """Say of a buffer that does not exist that its run was deleted, if a request gives a `life`."""
+    try:
+        yield
+    except UnknownBuffer:
+        if life is None:
+            raise
+        raise replaced(life) from None

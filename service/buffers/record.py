@@ -104,20 +104,25 @@ class Record:
     @property
     def left_out(self) -> Collection[str]:
         """The expected contributors that a run's running step does not wait for: they missed a deadline, or left."""
-        return () if self.spec.life is None else self.absent.keys() - self.contributors_in.keys()
+        return () if self.spec.life is None else self.absent.keys()
 
     @property
     def missing(self) -> list[str] | None:
         """The contributors that the running step lacks; None if nobody knows them.
 
-        They are the spec's contributors, without those that a run leaves out. Without a spec they are those of the last
-        closed step, as long as everybody who is in now was in that step, too.
+        They are the spec's contributors. Without those they are the contributors of the last closed step, as long as
+        everybody who is in now was in that step, too.
         """
         inside, last = self.contributors_in, self._last_contributors
         are_known = last and inside.keys() <= last.keys() and sum(inside.values()) == self.count
         expected = self.spec.contributors or (last if are_known else None)
-        out = self.left_out
-        return None if expected is None else [name for name in expected if name not in inside and name not in out]
+        return None if expected is None else [name for name in expected if name not in inside]
+
+    @property
+    def awaited(self) -> list[str] | None:
+        """Those who are missing, without those that a run leaves out; None if nobody knows them."""
+        missing, out = self.missing, self.left_out
+        return missing if missing is None or not out else [name for name in missing if name not in out]
 
     @property
     def known_contributors(self) -> Collection[str]:
@@ -129,17 +134,14 @@ class Record:
         return self.closed[-1].contributors if self.closed else {}
 
     def last_in(self, name: str) -> float:
-        """Return when the last step that had this contributor closed; without one, when the buffer was created.
-
-        A run waits for a contributor that has joined since then from the begin of the running step.
-        """
+        """Return when the last step that had this contributor closed, or since when the running step awaits it."""
         if name in self._last_contributors and self.closed_at is not None:
             return self.closed_at
         return self.absent.get(name, self.created if self.spec.life is None else self.closed_at or self.created)
 
     def progress(self) -> dict[str, Any]:
         """Return what an error says of a step that is not complete."""
-        wanted = {"quorum": self.spec.quorum, "missing": self.missing}
+        wanted = {"quorum": self.spec.quorum, "missing": self.awaited}
         known = {name: value for name, value in wanted.items() if value is not None}
         return {"buffer": self.name, "step": self.step, "count": self.count, **known}
 
@@ -171,7 +173,7 @@ class Record:
                 f"Step {step} of {self.name!r} has not closed: the buffer is in step {self.step},"
                 f" whose count is {self.count}{'' if spec.quorum is None else f' of {spec.quorum}'}"
                 f"{'' if spec.quorum_weight is None else f', and its weight {self.weight} of {spec.quorum_weight}'}"
-                f"{described(self.missing)}",
+                f"{described(self.awaited)}",
                 **self.progress(),
             )
         for closed in self.closed:

@@ -49,6 +49,8 @@ class StoredRun:
     """The buffer whose steps are those of the run."""
     digest: str
     """The digest of the form."""
+    begun: bool = False
+    """Whether it has had buffers. A run that has none any more is over: the next worker begins another."""
     workers: Mapping[str, str] = field(default_factory=dict)
     """The workers that have joined and not left, each with the token of its process."""
     ended: Mapping[str, Any] | None = None
@@ -70,7 +72,7 @@ class StoredRun:
             return "idle"
         if steps is None or not steps.step:
             return "joining"
-        return "waiting" if steps.count and steps.missing else "running"
+        return "waiting" if steps.count and steps.awaited else "running"
 
 
 def unknown_run(name: str) -> UnknownRun:
@@ -124,11 +126,17 @@ class Join(RunChange):
 
     def make(self, txn: Transaction, namespace: str, now: float) -> tuple[None, bool]:
         """Raises `RunExists` for another form, `RunEnded`, `RunReplaced`, `WorkerReplaced` and `TooManyBuffers`."""
-        record = txn.get(self.buffer(namespace))
+        record = self._found(txn, namespace, now)
         if record is None:
             if self.again_only:
                 raise replaced(self.life)
-            own = {"life": self.life, "prefix": self.prefix, "buffer": self.steps, "digest": self.digest}
+            own = {
+                "life": self.life,
+                "prefix": self.prefix,
+                "buffer": self.steps,
+                "digest": self.digest,
+                "begun": False,
+            }
             about = {**own, "workers": self._among({}), "ended": None}
             txn.put(_new(txn, self.buffer(namespace), self.form, now, now).changed(about=about))
             return None, True
@@ -140,6 +148,16 @@ class Join(RunChange):
         workers = self._among(run.workers)
         txn.put(record.changed(updated=now, about={**record.about, "workers": workers}))
         return None, False
+
+    def _found(self, txn: Transaction, namespace: str, now: float) -> Record | None:
+        """Return the run, without one whose buffers are gone: deleted, or expired."""
+        record = txn.get(self.buffer(namespace))
+        if record is not None and record.about["begun"] and record.about["life"]:
+            steps = txn.get(BufferName(namespace, record.about["buffer"]))
+            if steps is None or not steps.lives(now) or steps.spec.life != record.about["life"]:
+                txn.remove(record)
+                return None
+        return record
 
     def _among(self, workers: Mapping[str, str]) -> Mapping[str, str]:
         return workers if self.worker is None else {**workers, self.worker: self.token}
@@ -269,7 +287,7 @@ class RemoveOf(Change):
 def _differences(there: Array, here: Array) -> str:
     """Return in words what differs first between two forms."""
     old, new = (orjson.loads(form.tobytes())["form"] for form in (there, here))
-    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
     return "; ".join(
         f"{name} is {shown(new.get(name))} here, and {shown(old.get(name))} there" for name in names[:MOST_DIFFERENCES]
     )

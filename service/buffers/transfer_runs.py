@@ -29,6 +29,7 @@ _RUN: Members = {
     "created": ("seconds since 1970, from 0 to 10^11", lambda value: is_number(value, 0, MAX_SECONDS)),
     "prefix": ("a text", _is_text),
     "buffer": ("a text", _is_text),
+    "begun": ("a boolean", lambda value: isinstance(value, bool)),
     "workers": ("an object of texts", lambda value: isinstance(value, dict) and all(map(_is_text, value.values()))),
     "ended": (
         "null or an object with outcome, at, worker and error",
@@ -43,7 +44,8 @@ def described(moment: Moment, record: Record) -> dict[str, Any]:
     """Return a run as the file has it. Raises `BufferCorrupt`."""
     pieces = [piece.reshape(-1).view(np.uint8).tobytes() for piece in moment.streamed(record.spec, record.value)]
     run = StoredRun.of(record)
-    return {name: getattr(run, name) for name in _RUN if hasattr(run, name)} | orjson.loads(b"".join(pieces))
+    form: dict[str, Any] = orjson.loads(b"".join(pieces))
+    return {name: getattr(run, name) for name in _RUN if name not in form} | form
 
 
 def read(what: str, metadata: str | None) -> list[SavedRun]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from service import __version__
 from service.keys import KeyFile, add, load, remove
 from tests.commands import called
 from tests.serving import assert_problem, serving
@@ -504,3 +505,15 @@ def test_with_a_key_other_sites_are_served(locked: str, secrets: dict[str, str],
     key = {"Authorization": f"Bearer {secrets['ann']}"}
     answer = httpx.post(f"{locked}/v1/ops/ReluGrad", headers={**headers, **key}, json={"dY": [1], "X": [1]})
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("version", ["0.1.0", "0.3.0"])
+def test_a_client_of_before_counts_nothing(http: httpx.Client, version: str) -> None:
+    """Its words for a step and a run are others."""
+    http.put("/v1/buffers/w", json={"shape": [2]}).raise_for_status()
+    old = {"User-Agent": f"gradserve-client/{version}"}
+    answer = http.post("/v1/buffers/w/accumulate", json=ADD, headers=old)
+    assert_problem(answer, 400, "old_client", f"'gradserve-client/{version}'", f"gradserve {__version__}", "0.4.0")
+    assert http.get("/v1/buffers/w").json()["count"] == 0
+    assert http.get("/v2/health/live", headers=old).status_code == 200
+    assert http.get("/v1/buffers", headers={"User-Agent": f"gradserve-client/{__version__}"}).status_code == 200

@@ -123,6 +123,14 @@ BODIES = {
         Worst(b'{"inputs":[],"parameters":{"from":"', b",", b'"}}', 30 << 20),
         Worst(b"NaN", b'"', b"", 1 << 20),
     ],
+    "POST /v1/runs/{run}/join": [
+        Worst(b'{"form":{', b'"":0,', b'"":0}}', 3 << 20),
+        Worst(b'{"form":{', b'"":[[[[[[[[]]]]]]]],', b'"":0}}', 4 << 20),
+        Worst(b'{"worker":"x","token":"t","prefix":"', b"a", b'","buffer":"w"}', 4 << 20),
+        *OBJECTS,
+    ],
+    "POST /v1/runs/{run}/leave": OBJECTS,
+    "POST /v1/runs/{run}/finish": [Worst(b'{"error":"', b"a", b'"}'), *OBJECTS],
     "POST /v2/systemsharedmemory/region/{name}/register": [
         Worst(b'{"byte_size":1,"key":"/', b"a", b'"}', 1 << 16),
         Worst(b'{"byte_size":1,"key":[', b'"",', b'""]}', 1 << 16),
@@ -192,7 +200,7 @@ class Probe(threading.Thread):
 @pytest.mark.parametrize("endpoint", [*BODIES, *OTHERS])
 def test_no_body_keeps_others_waiting(server: Server, endpoint: str) -> None:
     method, path = endpoint.split()
-    place = server.url + path.format(name="a", op=OPERATOR)
+    place = server.url + path.format(name="a", run="a", op=OPERATOR)
     with httpx.Client(timeout=120) as client:
         for worst in {**BODIES, **OTHERS}[endpoint]:
             content, headers = compressed(worst), {"Content-Type": worst.media_type, "Content-Encoding": "gzip"}

@@ -46,7 +46,15 @@ def test_put_creates_a_buffer_of_zeros(http: httpx.Client) -> None:
     made = answer.json()
     spec = {"name": name, "shape": [2, 3], "dtype": "float32", "nonfinite": "allow", "keep": 1, "bytes": 24}
     rules = {"min_count": 1, "per_contributor": 1, "quorum": None, "quorum_weight": None, "contributors": None}
-    unset = {"max_norm": None, "ttl_seconds": None, "deadline_seconds": None, "missing": None, "missing_since": None}
+    unset = {
+        "max_norm": None,
+        "ttl_seconds": None,
+        "deadline_seconds": None,
+        "missing": None,
+        "missing_since": None,
+        "run": None,
+        "life": None,
+    }
     begun = {"step": 0, "version": 0, "count": 0, "weight": 0.0, "closed_steps": [], "contributors_in": {}}
     assert {key: made[key] for key in made if not key.endswith("_at")} == spec | rules | unset | begun
     assert made["expires_at"] is made["deadline_at"] is made["closed_at"] is None

@@ -194,7 +194,7 @@ def _send(client: httpx.Client, method: str, path: str, media_type: str) -> http
     op = OPERATORS.get(path.removeprefix("/v1/ops/"))
     params = None if op is None else dict(op.example_attributes)
     headers = {"Content-Type": media_type}
-    return client.request(method, path.format(name="b"), content=b"{", headers=headers, params=params)
+    return client.request(method, path.format(name="b", run="b"), content=b"{", headers=headers, params=params)
 
 
 def _types_of_bodies(schema: Any, prefix: str) -> list[tuple[str, str, list[str]]]:

@@ -30,7 +30,7 @@ EMPTY_GZIP = gzip.compress(b"{}")
 MANY_NAMES = b"{" + b",".join(b'"%d":1' % k for k in range(200_000)) + b"}"
 LARGE_INPUT = {"dY": {"shape": [1 << 40], "data": []}, "X": 1}
 LARGE_OUTPUT = {"shape": [1 << 62, 1], "indices": [0], "grad": [[1]]}
-PARAMETERS = "one of encoding, from, into, set, reduce, timeout, weight, step, contributor, axis"
+PARAMETERS = "one of encoding, from, into, set, reduce, timeout, weight, step, contributor, life, axis"
 FORM = "'application/x-www-form-urlencoded'"
 MEMBERS = "dtype, shape, data, base64"
 DEEP = b'{"X": 1, "dY": ' + b"[" * 65 + b"]" * 65 + b"}"
@@ -240,13 +240,14 @@ def test_every_error_code_has_a_test() -> None:
         "test_buffers_values.py": "nothing_to_average nonfinite_gradient norm_too_large",
         "test_admission.py": "too_many_tensors busy expired",
         "test_limits.py": "too_many_buffers",
-        "test_auth.py": "unauthorized forbidden",
+        "test_auth.py": "unauthorized forbidden old_client",
         "test_room.py": "keys_full pushes_full",
         "test_idempotency.py": "idempotency_key_reused",
         "../faults/test_damage.py": "buffer_corrupt",
         "../buffers/test_contract_sets.py": "source_changed",
         "../buffers/test_contract_graphs.py": "graph_exists too_many_graphs unknown_graph graph_corrupt",
         "test_graph_endpoints.py": "graphs_not_installed graph_too_slow invalid_graph",
+        "test_runs.py": "unknown_run run_exists run_ended run_replaced worker_replaced",
         "test_shared_memory.py": "unknown_region region_exists region_unusable too_many_regions",
     }
     elsewhere = {code: path for path, codes in tested.items() for code in codes.split()}

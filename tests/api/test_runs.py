@@ -12,8 +12,6 @@ import pytest
 from tests.api.models import linear
 from tests.serving import assert_problem
 
-STORES = ["lmdb", "postgres"]
-
 FORM = {"line.w": "float32[2]", "loss": "MSELoss"}
 
 RULES: Any = {"quorum": 2, "contributors": ["x", "y"], "deadline_seconds": 60, "min_count": 1, "per_contributor": 9}

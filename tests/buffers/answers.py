@@ -11,6 +11,7 @@ from service.buffers.parts import Forget
 from service.buffers.perform import Outcome, Request, Wide
 from service.buffers.pushes import Part
 from service.buffers.record import Key
+from service.buffers.runs import Join, as_form
 from service.buffers.store import Store
 from tests.buffers.calls import add, create, do, key, ones, part, spec
 from tests.buffers.stores import PATIENCE
@@ -41,10 +42,17 @@ def prepare(store: Store) -> None:
         part(store, number, {name: 1}, push="whole")
     part(store, 1, {"w": 1}, push="begun")
     _put_graph(store, "g", key("graph", caller=store.namespace))
+    _join(store)
 
 
 def _put_graph(store: Store, name: str, key: Key | None = None) -> Outcome:
     return store.submit(Request([], key, hidden=PutGraph.of(name, b"a model", {}))).result(PATIENCE)
+
+
+def _join(store: Store) -> Outcome:
+    form = as_form({}, {})
+    join = Join(name="r", worker="x", token="t", prefix="w", steps="w", form=form, digest="", life="r@0123456789abcdef")
+    return store.submit(Request([], hidden=join)).result(PATIENCE)
 
 
 def _forget(store: Store) -> Outcome:
@@ -69,6 +77,8 @@ ANSWERS: dict[str, Callable[[Store], Any]] = {
     "graph": lambda store: store.graph("g"),
     "graphs": lambda store: store.graphs(),
     "graph_content": lambda store: bytes(store.graph_content(store.graph("g"))),
+    "run": lambda store: store.run("r"),
+    "runs": lambda store: store.runs(),
     "submit of a graph that exists": lambda store: _put_graph(store, "g"),
     "submit of a repeated graph": lambda store: _put_graph(store, "g", key("graph", caller=store.namespace)),
     "submit of a repeated add": lambda store: do(

@@ -35,6 +35,7 @@ def test_a_new_buffer_is_zero(store: Store, clock: Clock) -> None:
     unset = dict.fromkeys(
         ["deadline_seconds", "quorum_weight", "contributors", "closed_at", "deadline_at", "missing", "missing_since"]
     )
+    unset |= {"run": None, "life": None}
     counts = {"step": 0, "version": 0, "count": 0, "weight": 0.0, "min_count": 1, "per_contributor": 1}
     times = {"created_at": clock.now, "updated_at": clock.now, "expires_at": clock.now + 60}
     expected = {**form, **rules, **unset, **counts, **times, "closed_steps": [], "contributors_in": {}}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.buffers.changes import Add, Create, Take
+from service.buffers.changes import Add, Create, Delete, Take
 from service.buffers.graphs import digest_of
 from service.buffers.packed import pack_record, unpack_record
 from service.buffers.perform import Outcome, Request, Wide
@@ -16,8 +16,8 @@ from service.buffers.runs import Expect, Join, Leave, Remove, RemoveOf, StoredRu
 from service.buffers.sets import Set
 from service.buffers.store import Store
 from service.errors import BufferExists, RunEnded, RunExists, RunReplaced, UnknownRun, WorkerReplaced
-from tests.buffers.calls import PATIENCE, add, create, do, fails_alone, ones, spec, value
-from tests.buffers.stores import Clock
+from tests.buffers.calls import add, create, do, fails_alone, ones, spec, value
+from tests.buffers.stores import PATIENCE, Clock
 
 LIFE, OTHER = "line@0123456789abcdef", "line@00000000000000ff"
 
@@ -89,7 +89,7 @@ def test_a_dead_worker_costs_one_deadline(line: Store, clock: Clock) -> None:
         receipt = push(line, "x", "y")
         assert (receipt["closed_by"], receipt["contributors"]) == ("members", {"x": 1, "y": 1})
     record = line.record("line.b")
-    assert (record.step, record.missing, sorted(record.left_out)) == (7, ["x", "y"], ["z"])
+    assert (record.step, record.awaited, record.missing, [*record.left_out]) == (7, ["x", "y"], ["x", "y", "z"], ["z"])
 
 
 def test_a_worker_that_joins_is_awaited_at_once(line: Store, clock: Clock) -> None:
@@ -98,7 +98,7 @@ def test_a_worker_that_joins_is_awaited_at_once(line: Store, clock: Clock) -> No
     push(line, "x")
     clock.advance(1)
     join(line, "z")
-    assert line.record("line.a").missing == ["y", "z"]
+    assert line.record("line.a").awaited == ["y", "z"]
     assert not push(line, "y")["closed"]
     assert push(line, "z")["closed_by"] == "quorum"
     push(line, "x", "y")
@@ -135,6 +135,17 @@ def test_a_worker_that_leaves_costs_no_deadline(line: Store) -> None:
     assert leave(line, "z").receipts["line.a"]["updated"] is False, "to leave again changes nothing"
 
 
+def test_a_worker_that_pushes_and_leaves_costs_no_deadline(line: Store) -> None:
+    push(line, "x", "y")
+    leave(line, "x")
+    assert push(line, "z")["closed_by"] == "quorum"
+    assert line.record("line.a").left_out == {"x"}
+    assert push(line, "y", "z")["closed_by"] == "members"
+    join(line, "x")
+    assert not push(line, "y", "z")["closed"]
+    assert push(line, "x")["closed_by"] == "quorum"
+
+
 def test_the_first_step_waits_for_all(line: Store, clock: Clock) -> None:
     push(line, "x", "y")
     passed(line, clock)
@@ -143,6 +154,19 @@ def test_the_first_step_waits_for_all(line: Store, clock: Clock) -> None:
     assert push(line, "z")["closed_by"] == "quorum"
     assert push(line, "x", "y")["step"] == 1
     assert line.record("line.a").deadline_at is not None
+
+
+def test_a_run_of_many_workers(store: Store) -> None:
+    names = [f"rank{number}" for number in range(500)]
+    for name in names:
+        join(store, name)
+    rules: Any = {"contributors": tuple(names), "quorum": 500, "deadline_seconds": 10.0, "min_count": 250}
+    create(store, "line.a", "line.b", life=LIFE, **rules)
+    assert push(store, *names)["closed_by"] == "quorum"
+    for name in names[250:]:
+        leave(store, name)
+    assert push(store, *names[:250])["closed_by"] == "members"
+    assert len(run_of(store).workers) == 250
 
 
 def test_the_first_step_does_not_count_one_worker_for_another(store: Store) -> None:
@@ -301,3 +325,43 @@ def test_runs_are_listed_and_are_no_buffers(line: Store) -> None:
     assert [run.name for run in line.runs("li")] == ["line"]
     assert line.size()[0] == size == 3
     assert line.within("ann").runs() == []
+
+
+def test_many_runs(store: Store) -> None:
+    names = [f"run{number:04}" for number in range(1000)]
+    joins = [
+        Join(
+            name=name, worker="x", token="t", prefix=name, steps=name, form=as_form({}, {}), digest="", life=f"{name}@x"
+        )
+        for name in names
+    ]
+    for done in [store.submit(Request([], hidden=one)) for one in joins]:
+        done.result(PATIENCE)
+    found = [store.runs("run", names[at - 1] if at else "", 100) for at in range(0, 1000, 100)]
+    assert [one.name for page in found for one in page] == names
+
+
+@pytest.mark.parametrize("how", ["deleted", "expired"])
+def test_a_run_without_its_buffers_begins_again(store: Store, clock: Clock, how: str) -> None:
+    """But not while its first worker creates them."""
+    join(store, "x")
+    join(store, "y", life=OTHER)
+    assert run_of(store).life == LIFE
+    create(store, "line.a", "line.b", **{**THREE, "ttl_seconds": 100.0})
+    join(store, "z", life=OTHER)
+    assert (run_of(store).life, {*run_of(store).workers}) == (LIFE, {"x", "y", "z"})
+    leave(store, "x", outcome="failed")
+    if how == "deleted":
+        do(store, Delete(name="line.a"), Delete(name="line.b"))
+    clock.advance(101)
+    with pytest.raises(RunReplaced):
+        join(store, "x", again_only=True)
+    join(store, "x", life=OTHER, form={"other": 1})
+    assert (run_of(store).life, {*run_of(store).workers}) == (OTHER, {"x"})
+    fails_alone(store, RunReplaced, Create(name="line.a", spec=spec(**THREE)))
+    create(store, "line.a", **{**THREE, "life": OTHER})
+
+
+def test_a_buffer_of_another_run_is_named(line: Store) -> None:
+    with pytest.raises(RunReplaced, match=r"'line.a' belongs to the run 'line', not 'two'"):
+        add(line, "line.a", 1, life=f"two@{'0' * 16}")

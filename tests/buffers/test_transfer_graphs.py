@@ -232,7 +232,7 @@ def test_runs_come_back_with_their_buffers(
 )
 def test_a_file_with_a_wrong_run_is_refused(tmp_path: Path, changed: dict[str, Any], words: str) -> None:
     run: dict[str, Any] = {"life": LIFE, "created": 1e9, "prefix": "line.", "buffer": "line.a", "workers": {}}
-    run |= {"ended": None, "form": {}, "start": {}}
+    run |= {"ended": None, "begun": True, "form": {}, "start": {}}
     metadata = {"buffers": "{}", "runs": json.dumps({"line": {**run, **changed}})}
     save_file({}, tmp_path / "saved", metadata)
     with pytest.raises(MalformedBody) as caught:

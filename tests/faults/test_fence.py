@@ -62,6 +62,10 @@ WRITES = {
     ("patch", "/v1/buffers"),
     ("delete", "/v1/buffers"),
     ("delete", "/v1/pushes"),
+    ("post", "/v1/runs/{run}/join"),
+    ("post", "/v1/runs/{run}/leave"),
+    ("post", "/v1/runs/{run}/finish"),
+    ("delete", "/v1/runs/{run}"),
 }
 """Requests that the store answers through `submit`."""
 
@@ -135,6 +139,8 @@ def kinds(of: str) -> dict[str, Call]:
         "statistics by name": ("POST", "/v1/buffers/statistics", named),
         "statistics by prefix": ("POST", "/v1/buffers/statistics", prefix),
         "pushes": ("GET", "/v1/pushes", prefix),
+        "runs": ("GET", "/v1/runs", prefix),
+        "a run": ("GET", f"/v1/runs/{of}.run", {}),
         "a job from a buffer": ("POST", "/v1/ops/ReluGrad", {"params": {"from": f"X:{of}.w"}, "json": DY}),
         **jobs(of),
     }
@@ -165,6 +171,8 @@ def prepared(client: Client, of: str) -> None:
         params={"push": of, "part": 1, "parts": 2},
         **tensors(**{f"{of}.w": np.ones(3)}),
     )
+    worker = {"worker": "x", "token": "t", "prefix": f"{of}.", "buffer": f"{of}.w"}
+    client.done("POST", f"/v1/runs/{of}.run/join", json=worker)
     for method, path, rest in jobs(of).values():
         client.done(method, path, **rest)
 
@@ -220,7 +228,7 @@ def test_all_endpoints_of_buffers_are_asked(pair: Pair, tmp_path: Path) -> None:
     for path, methods in paths.items():
         form = re.compile(re.sub(r"{\w+}", "[^/]+", path))
         for method in {"get", "put", "post", "patch", "delete"} & methods.keys():
-            if path.startswith(("/v1/buffers", "/v1/pushes")) and (method, path) not in WRITES:
+            if path.startswith(("/v1/buffers", "/v1/pushes", "/v1/runs")) and (method, path) not in WRITES:
                 assert any(method == one and form.fullmatch(place) for one, place in known), (method, path)
 
 

@@ -50,6 +50,7 @@ from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import MEDIA_TYPES, check_no_query
 from service.api.http.routing import SAFETENSORS_BODY, access, body
 from service.buffers.changes import Create, Delete, Zero
+from service.buffers.lives import check_life, of_this_life
 from service.buffers.perform import Outcome
 from service.buffers.record import name_buffer
 from service.buffers.rules import SetRules
@@ -177,7 +178,10 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
     form = form_of(call, received.answers, query)
 
     def look(name: str) -> None:
-        record = call.store.record(name)
+        with of_this_life(query.life):
+            record = call.store.record(name)
+        if query.life is not None:
+            check_life(record, query.life)
         if query.step is not None:
             record.closed_step(query.step)
 

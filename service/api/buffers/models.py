@@ -171,6 +171,7 @@ class ValueQuery(_Query):
     reduce: Reduce = "sum"
     dtype: AnswerDtype = None
     step: int | None = Field(None, ge=0, description="A closed step; by default the current value.")
+    life: Life = None
     timeout: Timeout = 0.0
     encoding: Encoding = None
 

@@ -14,6 +14,7 @@ from service.api.http.answer import JSON, Answer
 from service.api.http.call import Call
 from service.api.http.negotiation import wanted_coding
 from service.api.http.offload import INLINE_LOOKUPS, INLINE_TEXT_BYTES
+from service.buffers.lives import check_life, of_this_life
 from service.buffers.perform import Outcome
 from service.buffers.record import Receipt
 from service.buffers.store import Store
@@ -71,7 +72,11 @@ def read_values(
     store: Store, names: Sequence[str], query: ValueQuery, media_type: str, coding: str | None, single: bool
 ) -> Answer:
     """Answer with the values of buffers at one moment, and their receipts; of a `single` buffer also its tag."""
-    snapshots = store.read(names, query.step)
+    with of_this_life(query.life):
+        snapshots = store.read(names, query.step)
+    if query.life is not None:
+        for snapshot in snapshots:
+            check_life(snapshot.record, query.life)
     receipts: dict[str, Receipt] = {snapshot.record.name: snapshot.receipt() for snapshot in snapshots}
     values = {snapshot.record.name: snapshot.value for snapshot in snapshots}
     fields = {"ETag": formed(snapshots[0].etag, media_type), "Vary": VARY} if single else {}

@@ -34,6 +34,7 @@ from service.api.http.routing import SAFETENSORS_BODY, access, body
 from service.api.http.waiting import ANY
 from service.buffers.changes import Add, Create, Delete, Take, Zero
 from service.buffers.gradients import Rows
+from service.buffers.lives import check_life, of_this_life
 from service.buffers.names import MAX_NAME_CHARACTERS, check_length, check_name
 from service.buffers.record import Record, Spec
 from service.buffers.rules import SetRules, check_names, new_spec
@@ -123,9 +124,12 @@ async def get_buffer(call: CurrentCall, name: str, query: Annotated[MetadataQuer
     return JsonAnswer(body(), fields=fields)
 
 
-async def _when_closed(call: Call, name: str, step: int | None) -> Record:
-    """Return the buffer. Raises `StepOpen` and `StepGone` for a closed step that cannot be read."""
-    record = await read_after_closing_due(call, name)
+async def _when_closed(call: Call, name: str, step: int | None, life: str | None = None) -> Record:
+    """Return the buffer. Raises `RunReplaced`, and `StepOpen` and `StepGone` for a step that cannot be read."""
+    with of_this_life(life):
+        record = await read_after_closing_due(call, name)
+    if life is not None:
+        check_life(record, life)
     if step is not None:
         record.closed_step(step)
     return record
@@ -175,7 +179,7 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
     refuse_headers(call, "If-Match")
     _, answers = media_types(call)
     check_name(name)
-    record = await call.wait_for(query.timeout, partial(_when_closed, call, name, query.step))
+    record = await call.wait_for(query.timeout, partial(_when_closed, call, name, query.step, query.life))
     if b"if-none-match" in call.headers:
         (record,) = await call.look_up(1, call.store.durable, [name], query.step)
     tag = record.tag_of(record if query.step is None else record.closed_step(query.step))

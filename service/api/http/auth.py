@@ -5,12 +5,16 @@ from __future__ import annotations
 import ipaddress
 import re
 
+from service import __version__
 from service.api.http.call import ANYONE, Call, Caller, unix_path
 from service.api.http.routing import Access
-from service.errors import Forbidden, Unauthorized, shown
+from service.errors import Forbidden, OldClient, Unauthorized, shown
 from service.host.unix_socket import is_private
 from service.keys import SCOPES, KeyFile
 from service.settings import Settings
+
+_OLD_CLIENTS = tuple(f"gradserve-client/0.{minor}.".encode() for minor in range(4))
+"""Versions of the Python client whose words for a step and a run are others: nothing of theirs may count."""
 
 _FORWARDING_HEADERS = (b"x-forwarded-for", b"x-real-ip", b"forwarded")
 
@@ -28,10 +32,16 @@ def known_hosts(settings: Settings) -> re.Pattern[bytes]:
 def authorize(call: Call, access: Access, keys: KeyFile | None, hosts: re.Pattern[bytes]) -> Caller:
     """Return the caller if it may send this request. Without keys, Host must match `hosts`.
 
-    Raises `Unauthorized` and `Forbidden`.
+    Raises `OldClient`, `Unauthorized` and `Forbidden`.
     """
     if access.open or call.method == "OPTIONS":
         return ANYONE
+    agent = call.headers.get(b"user-agent")
+    if agent is not None and agent.startswith(_OLD_CLIENTS):
+        raise OldClient(
+            f"This client is {shown(agent.decode('latin-1'))}, but gradserve {__version__} speaks with versions from"
+            " 0.4.0 on: pip install --upgrade gradserve-client"
+        )
     if keys is None:
         _refuse_other_hosts(call, hosts)
         _refuse_other_sites(call)
