@@ -32,16 +32,22 @@ ASYNC_CLIENT = '''class AsyncClient:
     """'''
 
 AWAITED = [
-    (r"( *)(?<!@property\n    )def (?!__|place_of\b|routes\b|join\b|one_server\b)(\w+)\(", r"\1async def \2("),
+    (
+        r"( *)(?<!@property\n    )def (?!__|place_of\b|routes\b|join\b|one_server\b|_next\b|_next_number\b)(\w+)\(",
+        r"\1async def \2(",
+    ),
     (r"def __(enter|exit)__", r"async def __a\1__"),
     (
-        r"\b(self\.(_runner\.(run|close)|_channel\.(send|close)|_send|close|_buffers\.\w+|list|info|start|_begin|_joined|_ended)"
+        r"\b(self\.(_runner\.(run|close)|_channel\.(send|close)|_send|close|_buffers\.\w+|list|info|start|_begin|_enter|_finish|_joined|_ended)"
         r"|shard\.(run|list|close)|super\(\)\.run|runner\.run|together|(?<!def )(added|pushed|staged|learn_limits))\(",
         r"await \1(",
     ),
     (r"\btime\.sleep\(", "await anyio.sleep("),
     (r"^import time$", "import anyio"),
-    (r"(?<![\w.\"`])(Buffers|Buffer|Graphs|Model|Ops|Client|Runner|Channel|Shards|Shard)(?=[\](:,)]| *$)", r"Async\1"),
+    (
+        r"(?<![\w.\"`])(Buffers|Buffer|Graphs|Model|Runs|Ops|Client|Runner|Channel|Shards|Shard)(?=[\](:,)]| *$)",
+        r"Async\1",
+    ),
     (
         r"from gradserve_client\.(?:_http\.)?(\w+) import (?=Async|channel|together|added)",
         r"from gradserve_client._async.\1 import ",
@@ -76,6 +82,7 @@ def generated() -> dict[Path, str]:
         "buffers.py",
         "model.py",
         "graphs.py",
+        "runs.py",
         "client.py",
     )
     for module in (*modules, "client.py"):

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from gradserve_client._async import channels as async_channels
 from gradserve_client._async import runner as async_runner
-from gradserve_client._http import channels, outcomes, policy, runner
+from gradserve_client._http import channels, log, outcomes, policy, runner
 
 from tests.clients.both import connected
 
@@ -43,7 +43,7 @@ class Clock:
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return a clock that both clients use."""
     clock = Clock()
-    for module in (policy, outcomes, runner, channels, async_channels):
+    for module in (policy, log, outcomes, runner, channels, async_channels):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(async_runner, "anyio", SimpleNamespace(sleep=clock.sleep_async))
     return clock

@@ -135,7 +135,7 @@ def test_a_worker_that_was_away_for_long_goes_on_where_the_run_is(server: Any, m
     monkeypatch.setattr(training.Run, "key", lambda *_: uuid.uuid4().hex)  # as if the server had forgotten all keys
     assert not slow.forward_backward(batch(0, 1)).counted
     done = slow.optim_step(lr=0.1)
-    assert (done.step, done.replayed, done.loss, slow.step) == (0, True, None, 3)
+    assert (done.step, done.replayed, done.loss, slow.step) == (2, True, None, 3)
     assert server.buffers["exp1.p.w"].info().version == 4
     assert slow.forward_backward(batch(3, 1)).counted
     assert slow.optim_step(lr=0.1).contributors == {"rank1": 1}

@@ -81,7 +81,7 @@ class Model:
         (place / f"{self.kind}.onnx").write_bytes(self.content)
         (place / WEIGHTS).write_bytes(save(self.weights))
 
-    def trained(self, life: float, workers: int, batches: int) -> tuple[Mapping[str, Array], list[float]]:
+    def trained(self, life: str, workers: int, batches: int) -> tuple[Mapping[str, Array], list[float]]:
         """Return the weights and the losses of the steps in a single process."""
         weights: Mapping[str, Array] = self.weights
         moments: list[Mapping[str, Array]] = [{name: np.zeros_like(one) for name, one in weights.items()}] * 2
@@ -96,7 +96,7 @@ class Model:
         return weights, losses
 
     def _means(
-        self, life: float, weights: Mapping[str, Array], batches: Sequence[tuple[int, int, int]]
+        self, life: str, weights: Mapping[str, Array], batches: Sequence[tuple[int, int, int]]
     ) -> tuple[Mapping[str, Array], float]:
         """Return the means of the gradients and of the loss over a step's micro-batches, in their order."""
         totals = {name: np.zeros_like(one) for name, one in weights.items()}
@@ -112,8 +112,8 @@ class Model:
         return {name: converted(total, FLOAT32, whole) for name, total in totals.items()}, loss / whole
 
 
-def seed_of(life: float, rank: int, step: int, number: int) -> int:
-    """Return the seed of a micro-batch, which follows from its key in the run that was created at this time."""
+def seed_of(life: str, rank: int, step: int, number: int) -> int:
+    """Return the seed of a micro-batch, which follows from its key in the run of this life."""
     return xxhash.xxh32_intdigest(key("run.", life, "batch", f"rank{rank}", step, number).encode()) >> 1
 
 
@@ -152,7 +152,7 @@ class Run(Workers):
         """
         self.finish()
         with Client(self.servers[0].url) as client:
-            life = client.metadata("run.loss")["created_at"]
+            life = client.metadata("run.loss")["life"]
             with threadpool_limits(1, user_api="blas"):
                 weights, losses = self._model.trained(life, self._count, self._batches)
             for step, loss in enumerate(losses):

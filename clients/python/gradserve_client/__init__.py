@@ -5,6 +5,7 @@ from gradserve_client._async.buffers import AsyncBuffers
 from gradserve_client._async.client import AsyncClient
 from gradserve_client._async.graphs import AsyncGraphs
 from gradserve_client._async.model import AsyncModel
+from gradserve_client._async.runs import AsyncRuns
 from gradserve_client.buffer import Buffer
 from gradserve_client.buffers import Buffers
 from gradserve_client.client import Client
@@ -39,12 +40,14 @@ from gradserve_client.models import (
     BufferSpec,
     OperatorInfo,
     Receipt,
+    RunInfo,
     StagedPush,
     Statistics,
     Taken,
     TensorInfo,
 )
 from gradserve_client.rows import Rows
+from gradserve_client.runs import Runs
 
 __all__ = [
     "AsyncBuffer",
@@ -52,6 +55,7 @@ __all__ = [
     "AsyncClient",
     "AsyncGraphs",
     "AsyncModel",
+    "AsyncRuns",
     "Buffer",
     "BufferInfo",
     "BufferRules",
@@ -77,6 +81,8 @@ __all__ = [
     "PreconditionFailed",
     "Receipt",
     "Rows",
+    "RunInfo",
+    "Runs",
     "ServerFailed",
     "StagedPush",
     "StaleStep",

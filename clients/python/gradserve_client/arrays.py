@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gradserve_client._arrays.leaves import HALF_DTYPES
 from gradserve_client._arrays.model import Model
-from gradserve_client._arrays.state import State
+from gradserve_client._arrays.state import Source, State
 from gradserve_client._runs.accumulator import Accumulator
 from gradserve_client._runs.losses import Loss
 from gradserve_client._wire.arguments import check_choice
@@ -66,6 +66,9 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
     def _adapted(self, model: Any, wire: npt.DTypeLike | None, limit: int) -> Model:
         self._new_state = partial(State, prefix=f"{self._prefix}::state.", limit=limit)
         return Model(model, self._prefix, None if wire is None else _dtype_name(wire), limit)
+
+    def _kept_source(self, model: Any, optimizer: Any, limit: int) -> Source:
+        return Source(optimizer, limit)
 
     @overload
     def push(

@@ -35,6 +35,7 @@ class Buffer(BufferName):
         dtype: npt.DTypeLike = "float32",
         keep: int = 1,
         nonfinite: str = "allow",
+        life: str | None = None,
         exist_ok: bool = True,
         idempotency_key: str | None = None,
         **rules: Unpack[BufferRules],
@@ -55,7 +56,7 @@ class Buffer(BufferName):
         >>> server.buffers["emb.weight"].create((30000, 256), quorum=8).bytes
         30720000
         """
-        spec = spec_json(shape, dtype=dtype, keep=keep, nonfinite=nonfinite, **rules)
+        spec = spec_json(shape, dtype=dtype, keep=keep, nonfinite=nonfinite, life=life, **rules)
         headers = {"Content-Type": JSON, **({} if exist_ok else {"If-None-Match": "*"})}
         return self._runner.run(
             on(

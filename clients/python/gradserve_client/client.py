@@ -23,6 +23,7 @@ from gradserve_client.errors import GradserveError
 from gradserve_client.graphs import Graphs
 from gradserve_client.models import OperatorInfo, Receipt
 from gradserve_client.ops import Ops
+from gradserve_client.runs import Runs
 
 
 class Client:
@@ -71,6 +72,8 @@ class Client:
         """The buffers, by name."""
         self.graphs = Graphs(self._runner)
         """The graphs, by name: models that live on the server."""
+        self.runs = Runs(self._runner)
+        """The runs, by name: what the workers of a training have in common."""
 
     def __repr__(self) -> str:
         places = [shard.place_of("") for shard in self._runner.shards]

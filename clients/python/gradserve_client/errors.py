@@ -198,6 +198,13 @@ def mistaken(parameter: str, fault: str) -> InvalidInput:
     return InvalidInput(f"{parameter} {fault}", code="invalid_parameter", context={"parameter": parameter})
 
 
+def led(error: GradserveError, sentence: str) -> GradserveError:
+    """Return the error with a sentence before its own."""
+    error.detail = f"{sentence}. {error.detail}"
+    error.args = (error.detail,)
+    return error
+
+
 def explained(error: GradserveError, sentence: str) -> GradserveError:
     """Return the error with a further sentence."""
     error.detail = f"{error.detail}. {sentence}"

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Unpack
+from types import TracebackType
+from typing import Any, Self, Unpack
 
 from gradserve_client._http.runner import Runner
 from gradserve_client._runs import checkpoint, training
-from gradserve_client._runs.names import checked_prefix
-from gradserve_client._wire import files, graphs
+from gradserve_client._runs.names import checked_prefix, first_new_run, run_name
+from gradserve_client._wire import files, graphs, runs
 from gradserve_client._wire.arguments import as_contributor, as_name
 from gradserve_client._wire.calls import Input, Inputs
 from gradserve_client._wire.tensors import Array, TensorLike
 from gradserve_client.buffers import Buffers
-from gradserve_client.errors import InvalidInput, KeyReused, StaleStep, StepGone, explained
+from gradserve_client.errors import (
+    Conflict,
+    GradserveError,
+    InvalidInput,
+    KeyReused,
+    NothingToAverage,
+    StaleStep,
+    StepGone,
+    explained,
+    led,
+)
 from gradserve_client.graph_models import GraphInfo, MicroBatch, Step
 from gradserve_client.models import BufferRules, BufferSpec
 
 MOST_MICRO_BATCHES = 10**9
 """Micro-batches of a worker in a step, by default: the most that the server allows."""
+
+
+SAVE_LOOKS = 50
+"""How often `save` looks whether a step that is under way has ended."""
+
+SAVE_PAUSE = 0.1
+"""Seconds between two of these looks."""
 
 
 class Model:
@@ -48,8 +67,12 @@ class Model:
         self._buffers = Buffers(runner)
         self._info: GraphInfo | None = None
         self._run: training.Run | None = None
-        self._step = self._number = 0
+        self._step = self._number = self._running = 0
+        self._free: list[int] = []
+        """Numbers below `_number` of micro-batches that failed: the same call takes its number again."""
         self._kept: set[str] = set()
+        self._name = run_name(name if run is None else run)
+        self._token, self._life = uuid.uuid4().hex, f"{self._name}@{uuid.uuid4().hex[:16]}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, prefix={self.prefix!r} at {self._runner.place_of(self.name)})"
@@ -131,6 +154,7 @@ class Model:
         """
         info = self._info or self.info()
         training.check_trains(info)
+        self._enter(info)
         found = {one.name: one for one in self._buffers.list(self._prefix)}
         if training.is_started(self._prefix, info, found):
             training.follow(self._prefix, self._rules, found)
@@ -139,21 +163,43 @@ class Model:
             found = {one.name: one for one in self._buffers.list(self._prefix)}
         names = [name for name in found if name == f"{self._prefix}::first"]
         first = self._buffers.value(names) if names else {}
-        self._run = training.joined(self._prefix, info, found, self._worker, self._sender, first)
+        self._run = training.joined(self._prefix, info, found, self._worker, self._sender, self._life, first)
         self._kept, self._step, self._number = {*found}, training.steps_done(self._prefix, info, found), 0
+        self._free.clear()
         return self.step
+
+    def _enter(self, info: GraphInfo) -> None:
+        """Join the run, or begin it. Raises `Conflict` for a run of another graph."""
+        call = runs.join(
+            self._name,
+            worker=self._worker,
+            token=self._token,
+            prefix=self._prefix,
+            buffer=f"{self._prefix}loss",
+            form=training.form(info),
+            start={},
+            life=self._life,
+            again=False,
+        )
+        try:
+            joined = self._runner.run(call)
+        except Conflict as error:
+            raise led(error, first_new_run(self._name)) from None
+        self._life = joined.life
 
     def _begin(self, info: GraphInfo, weights: Mapping[str, TensorLike] | None) -> None:
         """Create the buffers of the run, and write the weights."""
         given = {} if weights is None else checkpoint.in_buffers(self._prefix, info, weights)
         specs = {name: BufferSpec(shape=array.shape, dtype=array.dtype) for name, array in given.items()}
         specs |= training.summed(self._prefix, info, self._rules)
-        made = self._buffers.create_many(specs)
-        key = training.key(self._prefix, made[f"{self._prefix}loss"].created_at, "start")
+        for spec in specs.values():
+            spec["life"] = self._life
+        self._buffers.create_many(specs)
+        key = training.key(self._prefix, self._life, "start")
         try:
             if own := training.own_groups(self._prefix, info, given):
                 content = self._runner.run(graphs.content(self.name))
-                self._runner.run(graphs.put(self.name, content, info.options, own, None))
+                self._runner.run(graphs.put(self.name, content, info.options, own, None, self._life))
             if given:
                 self._buffers.accumulate(given, idempotency_key=key)
         except KeyReused as error:
@@ -162,6 +208,34 @@ class Model:
             if error.context.get("parameter") != "set":
                 raise
             raise training.no_weights(info) from None
+
+    def finish(self) -> None:
+        """Say that this worker has done its part, and leave the run: no step waits for it. The last worker ends it.
+
+        A `with` block starts the run, and does this at its end; after an exception the run has failed.
+
+        >>> server.graphs["linear"].join("exp7").finish()
+        """
+        self._joined()
+        self._finish(None)
+
+    def _finish(self, error: BaseException | None) -> None:
+        outcome = "finished" if error is None else "failed"
+        text = None if error is None else runs.first_line(error)
+        self._runner.run(runs.finish(self._name, worker=self._worker, life=self._life, outcome=outcome, error=text))
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._finish(None)
+        else:
+            with suppress(GradserveError):  # the program has another error already
+                self._finish(error)
 
     def forward_backward(
         self, tensors: Mapping[str, TensorLike], *, weight: float = 1.0, outputs: Sequence[str] = ()
@@ -175,19 +249,37 @@ class Model:
         >>> model.forward_backward({"x": [[1, 2]], "target": [[8]]}, weight=1).loss
         1.0
         """
-        run = self._joined()
-        call = run.micro_batch(tensors, self._step, self._number, weight, outputs)
+        run, step, number = self._joined(), self._step, self._next_number()  # before it waits: calls may overlap
+        call = run.micro_batch(tensors, step, number, weight, outputs)
         try:
-            batch = self._runner.run(call)
+            return self._runner.run(call)
         except StaleStep as error:
-            if error.context.get("step", self._step) < self._step:
-                raise explained(error, "Others than the run's steps have written over its parameters") from None
-            batch = MicroBatch(step=self.step, counted=False)
+            if error.context.get("step", step) < step:
+                raise explained(
+                    error,
+                    "Others than the run's steps have written over its parameters: to go on with other weights, save()"
+                    " and start() a new run with the file",
+                ) from None
+            self._running = error.context.get("step", step)
+            self._enter(run.info)  # so that the running step waits for this worker
+            return MicroBatch(step=run.first + step, counted=False)
         except KeyReused as error:
-            hint = "A worker that is started again sends the micro-batches of its step once more, in the same order"
-            raise explained(error, hint) from None
+            raise explained(
+                error,
+                f"Micro-batch {number} of this worker's step has counted with other data: go on with the next. A worker"
+                " that is started again sends the micro-batches of its step once more, in the same order",
+            ) from None
+        except BaseException:
+            if step == self._step:
+                self._free.append(number)  # the same call counts once
+            raise
+
+    def _next_number(self) -> int:
+        if self._free:
+            self._free.sort()
+            return self._free.pop(0)
         self._number += 1
-        return batch
+        return self._number - 1
 
     def optim_step(
         self, optimizer: str = "AdamWOptimizer", *, lr: float, max_norm: float | None = None, **attributes: Any
@@ -198,19 +290,28 @@ class Model:
         the same. With `max_norm`, gradients of a larger norm are scaled to it. Waits for the quorum, or closes the
         step where nothing else does.
 
-        Raises `StepOpen` after `timeout` seconds, `KeyReused` if another worker gave other arguments, and
-        `NothingToAverage` if the weights sum to zero.
+        If the weights of the step sum to zero, it counts, and leaves all as it is. Raises `StepOpen` after `timeout`
+        seconds, and `KeyReused` if another worker gave other arguments.
 
         >>> batch = model.forward_backward({"x": [[1, 2]], "target": [[8]]})
         >>> model.optim_step("SGDOptimizerV2", lr=0.05).loss, model.step
         (1.0, 1)
         """
         run, step = self._joined(), self._step
+        if self._running > step + 1:  # this worker is slow: it goes on where the run is
+            self.start()
+            if self._step > step:
+                return Step(step=run.first + self._step - 1, replayed=True)
         missing = {name: spec for name, spec in run.moments(optimizer).items() if name not in self._kept}
         if missing:
             self._buffers.create_many(missing)
             self._kept |= missing.keys()
-        ended = self._ended(run)
+        try:
+            ended = self._ended(run)
+        except NothingToAverage as error:
+            for call in run.empty_step(step):
+                results = self._runner.run(call)
+            return self._next(training.empty_step_of(run.first + step, results, error))
         try:
             for call in run.before_step(step, max_norm):
                 self._runner.run(call)
@@ -222,8 +323,13 @@ class Model:
             return Step(step=run.first + step, replayed=True)
         except KeyReused as error:
             raise explained(error, "All workers of a run give optim_step the same arguments") from None
-        self._step, self._number = step + 1, 0
-        return training.step_of(run.first + step, results, ended)
+        return self._next(training.step_of(run.first + step, results, ended))
+
+    def _next(self, done: Step) -> Step:
+        """Begin the next step."""
+        self._step, self._number = self._step + 1, 0
+        self._free.clear()
+        return done
 
     def parameters(self) -> dict[str, Array]:
         """Return the parameters by name, all of the same step.
@@ -240,7 +346,8 @@ class Model:
         """Write a checkpoint, a safetensors file, and return the number of steps that it has.
 
         The parameters have their own names. What the optimizer keeps, statistics, and the number of steps have names
-        that begin with `::`. All are of the same step. `start` reads the file.
+        that begin with `::`. All are of the same step. `start` reads the file. Raises `Conflict` if a step is under way
+        for long: its worker may be dead, and another one has to call `optim_step`.
 
         >>> model.save("/dev/null")
         0
@@ -248,7 +355,15 @@ class Model:
         run = self._joined()
         found = self._buffers.list(self._prefix)
         with files.writing(Path(path)) as write:
-            step, tensors = run.checkpoint(self._runner.run(run.values(checkpoint.kept(self._prefix, found))))
+            values = self._runner.run(run.values(checkpoint.kept(self._prefix, found)))
+            for _ in range(SAVE_LOOKS):
+                if not run.is_between(values):
+                    break
+                time.sleep(SAVE_PAUSE)
+                values = self._runner.run(run.values(checkpoint.kept(self._prefix, found)))
+            else:
+                raise Conflict(f"A step of {self._name!r} is under way: its statistics are written, its parameters not")
+            step, tensors = run.checkpoint(values)
             write(tensors)
         return step
 

@@ -96,6 +96,10 @@ class BufferInfo(_FromJson):
     """The number of gradients that a step takes of each contributor."""
     max_norm: float | None = None
     """The largest 2-norm of a gradient that the server adds."""
+    run: str | None = None
+    """The run that the buffer belongs to."""
+    life: str | None = None
+    """The life of that run: a run of the same name that was deleted had another."""
     step: int
     """The running step, counted from 0."""
     version: int
@@ -125,6 +129,39 @@ class BufferInfo(_FromJson):
     def etag(self) -> str:
         """The tag of this state, for `if_match`."""
         return f'"{self.step}-{self.version}"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo(_FromJson):
+    """A run: what its workers have in common, and how it is."""
+
+    name: str
+    life: str
+    """What tells the run from others of its name, before and after."""
+    state: str
+    """One of "joining", "running", "waiting", "idle", "finished" and "failed"."""
+    step: int
+    """The running step, counted from 0."""
+    members: tuple[str, ...]
+    """The workers that the running step waits for."""
+    missing: tuple[str, ...] | None
+    """Those that are not in it. None if nobody knows them."""
+    left_out: tuple[str, ...]
+    """The expected workers that missed a deadline, or left."""
+    prefix: str
+    """What the names of the run's buffers begin with."""
+    buffer: str
+    """The buffer whose steps are those of the run."""
+    created_at: float
+    """Seconds since 1970."""
+    updated_at: float
+    """When a worker joined, left or added last."""
+    ended: Mapping[str, Any] | None = field(default=None, hash=False)
+    """`outcome`, `at`, `worker` and `error` of a run that has ended."""
+    form: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What all workers have alike. This and `start` are not in lists."""
+    start: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What the first worker began with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +246,7 @@ class BufferSpec(BufferRules, total=False):
     dtype: npt.DTypeLike
     keep: int
     nonfinite: str
+    life: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +290,13 @@ class Pushed:
     """Whether this push completed the quorum."""
     replayed: bool
     """Whether the server had counted this push before, and did not count it again."""
+    counted: bool = True
+    """Whether the gradients are in the step. False, with `optimizer=`: the step had closed before this worker came."""
+
+    @classmethod
+    def late(cls, step: int) -> Pushed:
+        """Return the outcome of a push whose step has closed without it."""
+        return cls(step=step, count=0, weight=0.0, closed=True, replayed=False, counted=False)
 
     @classmethod
     def of(cls, receipts: Sequence[Receipt]) -> Pushed:

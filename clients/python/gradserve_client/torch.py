@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from gradserve_client._runs.accumulator import Accumulator
 from gradserve_client._runs.losses import Loss
 from gradserve_client._torch import torch
 from gradserve_client._torch.model import Model
+from gradserve_client._torch.optimizer import Source
 from gradserve_client._torch.parameters import HALF_DTYPES
 from gradserve_client._torch.state import State
 from gradserve_client._wire.arguments import check_choice
@@ -56,6 +57,9 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
     def _adapted(self, model: torch.nn.Module, wire: torch.dtype | None, limit: int) -> Model:
         self._new_state = partial(State, model, f"{self._prefix}::state.", limit)
         return Model(model, self._prefix, wire, limit)
+
+    def _kept_source(self, model: torch.nn.Module, optimizer: Any, limit: int) -> Source:
+        return Source(model, optimizer, limit)
 
     @overload
     def push(

@@ -36,13 +36,18 @@ def test_a_step_ends_without_a_dead_and_without_a_slow_worker(
     expected = {"contributors": ["rank0", "rank1", "rank2", "rank3"]}
     rules = {"quorum": 3, "deadline_seconds": DEADLINE_SECONDS, "min_count": 2, "request_bytes": request_bytes}
     several = workers(server, run, 3, **rules, **expected)
+    for _, worker in several:  # the first step has no deadline
+        worker.push(weight=0)
+    for model, worker in several:
+        worker.pull()
+        model.zero_grad()
     mean = own(several[0][0], [(4, 0), (2, 1)])
     for number, (model, worker) in enumerate(several[:2]):
         backward(model, 4 - 2 * number, number)
         worker.push(weight=4 - 2 * number)
     for model, worker in several[:2]:
         pulled = worker.pull()
-        assert (pulled.step, pulled.count, pulled.weight, pulled.closed_by) == (0, 2, 6.0, "deadline")
+        assert (pulled.step, pulled.count, pulled.weight, pulled.closed_by) == (1, 2, 6.0, "deadline")
         assert pulled.contributors == {"rank0": 1, "rank1": 1}
         assert_close(grads(model), mean)
 
@@ -51,7 +56,7 @@ def test_a_step_ends_without_a_dead_and_without_a_slow_worker(
     with pytest.raises(StaleStep, match="do not count; if it has closed, pull"):
         slow.push(weight=3)
     pulled = slow.pull()
-    assert (pulled.contributors, pulled.closed_by, slow.step) == ({"rank0": 1, "rank1": 1}, "deadline", 1)
+    assert (pulled.contributors, pulled.closed_by, slow.step) == ({"rank0": 1, "rank1": 1}, "deadline", 2)
     assert_close(grads(slow_model), mean)
 
     for info in server.buffers.list(slow.prefix):
@@ -105,7 +110,7 @@ def test_a_smaller_quorum_ends_a_step_that_a_dead_worker_holds_up(server: Client
     assert later.step == 1
     ((_, old),) = workers(server, run, 1, quorum=3)
     assert old.step == 1
-    assert {info.quorum for info in server.buffers.list(worker.prefix)} == {1, 2}
+    assert {info.quorum for info in server.buffers.list(worker.prefix)} == {2}
 
 
 # ----- micro-batches -----
@@ -207,7 +212,7 @@ def test_all_buffers_of_a_run_expire(server: Client, run: str) -> None:
     worker.push()
     worker.broadcast_parameters(send=True)
     infos = server.buffers.list(run)
-    assert {info.name.rpartition("::")[2].partition(".")[0] for info in infos} >= {"start", "state", "tally"}
+    assert {info.name.rpartition("::")[2].partition(".")[0] for info in infos} >= {"state", "tally"}
     assert {info.ttl_seconds for info in infos} == {1000.0}
 
 

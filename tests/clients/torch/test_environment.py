@@ -39,8 +39,12 @@ def test_workers_of_the_environment_make_steps(monkeypatch: pytest.MonkeyPatch, 
         model = net()
         backward(model, 4, rank)
         workers.append(GradientAccumulator.from_env(model, server, run=run, deadline_seconds=0.3))
+    for worker in workers:
+        worker.push(weight=0)
     for worker in workers[:2]:
-        worker.push()
+        assert worker.pull().closed_by == "quorum"
+    for worker in workers[:2]:
+        worker.push(weight=0)
     pulled = workers[0].pull()
     assert (pulled.closed_by, pulled.contributors) == ("deadline", {"rank0": 1, "rank1": 1})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from gradserve_client._arrays.leaves import FLOAT_DTYPES, Leaf, leaves, numbers_
 from gradserve_client._arrays.tree import filled, flattened
 from gradserve_client._runs.parts import Layout, Part
 from gradserve_client._wire.tensors import Array
-from gradserve_client.errors import InvalidInput
+from gradserve_client.errors import InvalidInput, mistaken
 from gradserve_client.rows import Gradient
 
 
@@ -65,3 +65,41 @@ def _numbers(array: Any, leaf: Leaf) -> Array:
         if not np.array_equal(wide.astype(whole.dtype), whole):
             raise InvalidInput(f"{leaf.name!r} has integers beyond 2**53, which float64 cannot hold")
     return wide
+
+
+class Source:
+    """What a program needs to go on, as the server keeps it: a dict of trees that the program changes, or a callable.
+
+    The callable returns the tree, and takes another: `optimizer()`, `optimizer(tree)`.
+    """
+
+    def __init__(self, given: Any, limit: int) -> None:
+        if not (isinstance(given, MutableMapping) or callable(given)):
+            raise mistaken("optimizer", f"is of type {type(given).__name__}, but must be a dict, or a callable")
+        self._given, self._limit, self._prefix = given, limit, "state."
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return sum(part.nbytes for part in self._state().parts.values())
+
+    def begin(self, prefix: str) -> None:
+        """Let the names of its buffers begin with this."""
+        self._prefix = prefix
+
+    def _state(self) -> State:
+        return State(self._given() if callable(self._given) else dict(self._given), self._prefix, self._limit)
+
+    def content(self) -> tuple[dict[str, Part], dict[str, Gradient]]:
+        """Return the buffers by their names, and their numbers."""
+        state = self._state()
+        return state.parts, state.numbers()
+
+    def restore(self, numbers: Mapping[str, Array]) -> None:
+        """Give the program its trees with these numbers."""
+        state = self._state()
+        state.set(numbers)
+        if callable(self._given):
+            self._given(state.nest)
+        else:
+            self._given.update(state.nest)

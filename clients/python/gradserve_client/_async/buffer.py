@@ -36,6 +36,7 @@ class AsyncBuffer(BufferName):
         dtype: npt.DTypeLike = "float32",
         keep: int = 1,
         nonfinite: str = "allow",
+        life: str | None = None,
         exist_ok: bool = True,
         idempotency_key: str | None = None,
         **rules: Unpack[BufferRules],
@@ -53,7 +54,7 @@ class AsyncBuffer(BufferName):
         Raises `Conflict` if a different buffer of this name exists, `PreconditionFailed` if any exists and `exist_ok`
         is False, `TooManyBuffers`, and `InvalidInput`, also for rules that contradict each other.
         """
-        spec = spec_json(shape, dtype=dtype, keep=keep, nonfinite=nonfinite, **rules)
+        spec = spec_json(shape, dtype=dtype, keep=keep, nonfinite=nonfinite, life=life, **rules)
         headers = {"Content-Type": JSON, **({} if exist_ok else {"If-None-Match": "*"})}
         return await self._runner.run(
             on(

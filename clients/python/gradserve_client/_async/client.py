@@ -14,6 +14,7 @@ from gradserve_client._async.channels import channel
 from gradserve_client._async.graphs import AsyncGraphs
 from gradserve_client._async.ops import AsyncOps
 from gradserve_client._async.runner import AsyncRunner
+from gradserve_client._async.runs import AsyncRuns
 from gradserve_client._async.shards import AsyncShard, AsyncShards
 from gradserve_client._http.placement import Placement
 from gradserve_client._http.policy import Timeouts
@@ -58,6 +59,8 @@ class AsyncClient:
         """The buffers, by name."""
         self.graphs = AsyncGraphs(self._runner)
         """The graphs, by name: models that live on the server."""
+        self.runs = AsyncRuns(self._runner)
+        """The runs, by name: what the workers of a training have in common."""
 
     def __repr__(self) -> str:
         places = [shard.place_of("") for shard in self._runner.shards]

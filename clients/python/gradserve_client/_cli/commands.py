@@ -27,6 +27,7 @@ from gradserve_client._cli.output import (
     table,
     tensor_json,
 )
+from gradserve_client._cli.runs import app as about_runs
 from gradserve_client._cli.session import Session
 from gradserve_client._cli.watch import show_updates
 from gradserve_client._http.requests import DEFAULT_URL
@@ -46,6 +47,7 @@ app = typer.Typer(
 )
 app.add_typer(about_buffers, name="buffers")
 app.add_typer(about_graphs, name="graphs")
+app.add_typer(about_runs, name="runs")
 app.command()(info)
 
 

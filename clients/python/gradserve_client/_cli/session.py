@@ -13,6 +13,7 @@ from gradserve_client._http.runner import Runner
 from gradserve_client.buffers import Buffers
 from gradserve_client.errors import INTERRUPTED, GradserveError
 from gradserve_client.graphs import Graphs
+from gradserve_client.runs import Runs
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class Server(Runner):
         timeouts = Timeouts(timeout=session.timeout, cuts_transfers=False)
         super().__init__(requests, timeouts, channel(requests, None))
         self.buffers = Buffers(self)
-        self.graphs = Graphs(self)
+        self.graphs, self.runs = Graphs(self), Runs(self)
 
     def run(self, call: Call[T]) -> T:
         """Return the result of the call. Raises `GradserveError`, also if the user interrupts a change."""

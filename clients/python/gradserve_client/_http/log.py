@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 
 from gradserve_client._http.words import place_of, waiting
 from gradserve_client.errors import GradserveError, StepOpen
 
 logger = logging.getLogger("gradserve_client")
-logger.addHandler(logging.NullHandler())  # else Python would print to stderr in a program without logging
+
+SAID_SECONDS = 60.0
+"""Seconds until the log says again that a server fails, or what a call waits for."""
 
 
 class Log:
-    """The log of a client about the server at `url`. It says once that the server fails, until the server answers."""
+    """The log of a client about the server at `url`. It says once a minute that the server fails."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._is_failing = url, False
+        self._url, self._said = url, -math.inf
 
     def answered(self) -> None:
         """Note that the server has answered."""
-        self._is_failing = False
+        self._said = -math.inf
 
     def retries(self, what: str, error: GradserveError, seconds: float) -> None:
-        """Warn that `what` failed and is sent again, for up to `seconds`, unless the server failed before."""
-        if not self._is_failing:
-            self._is_failing = True
+        """Warn that `what` failed and is sent again, for up to `seconds`, unless a line has just said this."""
+        if (now := time.monotonic()) >= self._said + SAID_SECONDS:
+            self._said = now
             logger.warning("%s at %s: %s; trying again for up to %.0f s", what, self._url, error.detail, seconds)
 
     def waits(self, error: StepOpen, seconds: float) -> None:

@@ -17,9 +17,8 @@ from typing import Any, Generic, TypeVar
 
 import httpx
 
-from gradserve_client._http.log import Log
+from gradserve_client._http.log import SAID_SECONDS, Log
 from gradserve_client._http.outcomes import REQUEST_ID, Answer, Outcome, error_for, is_retryable, leaves_doubt, result
-from gradserve_client._http.words import WAITING_SECONDS
 from gradserve_client.errors import GradserveError, ServerFailed, StepOpen, mistaken
 
 T = TypeVar("T")
@@ -31,9 +30,9 @@ so that clients that failed together do not retry together."""
 LONGEST_DELAY = 5.0
 """Seconds between two attempts at most, so that a client soon notices a server that is back."""
 
-LONGEST_POLL = WAITING_SECONDS / 2
+LONGEST_POLL = 5.0
 """Seconds that one request asks the server to wait. Longer waits take several requests, because proxies cut silent
-connections, many after 60 seconds, and because the log says in between what the call waits for."""
+connections, many after 60 seconds, and because the log says after the first of them what the call waits for."""
 
 _SHORTEST_TIMEOUT = 0.001
 """Seconds of an attempt's timeout at least: 0 would make the socket non-blocking."""
@@ -133,7 +132,7 @@ def steps_of(
     call: Call[T], timeouts: Timeouts, ids: RequestIds, log: Log, request_id: str
 ) -> Generator[Send | Wait, Outcome | None, T]:
     """Return the result of the call. Raises `GradserveError`."""
-    start = logged = time.monotonic()
+    silent_until = (start := time.monotonic()) + LONGEST_POLL
     poll_end, end = start + call.wait, start + call.wait + timeouts.timeout
     attempts = failures = 0
     in_doubt = False
@@ -160,8 +159,8 @@ def steps_of(
             log.answered()
         if isinstance(error, StepOpen) and (now := time.monotonic()) < poll_end:
             failures = 0
-            if now - logged >= WAITING_SECONDS:
-                logged = now
+            if now >= silent_until:
+                silent_until = now + SAID_SECONDS
                 log.waits(error, now - start)
             yield Wait(FIRST_DELAY)  # a server that answers without waiting must not be polled in a tight loop
             continue

@@ -4,31 +4,47 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar, Unpack
 
 from gradserve_client._http.log import logger
-from gradserve_client._runs.broadcast import Broadcast
 from gradserve_client._runs.environment import with_environment
 from gradserve_client._runs.given import check_rules, check_server, check_worker
 from gradserve_client._runs.joining import Joining
+from gradserve_client._runs.kept import Kept, Source
 from gradserve_client._runs.losses import Loss, loss_name, loss_of
+from gradserve_client._runs.member import Member
 from gradserve_client._runs.model import Model, State
-from gradserve_client._runs.names import checked_prefix, new_run, register_name
+from gradserve_client._runs.names import checked_prefix, first_new_run, new_run
 from gradserve_client._runs.pushes import Pushes
-from gradserve_client._runs.register import FirstWorker, fitting
+from gradserve_client._runs.resuming import SPARE_STEPS, Resuming, every
 from gradserve_client._runs.rules import FOLLOWS
+from gradserve_client._runs.start import Start, fitting, form_of
 from gradserve_client._runs.summed import Summed
 from gradserve_client._runs.sums import Sums
 from gradserve_client._wire.arguments import check_choice
 from gradserve_client._wire.specs import Reduce, rules_json
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, InvalidInput, NothingToAverage, StepGone, StepOpen, explained, mistaken
+from gradserve_client.errors import (
+    Conflict,
+    GradserveError,
+    InvalidInput,
+    NothingToAverage,
+    StepGone,
+    StepOpen,
+    explained,
+    mistaken,
+)
 from gradserve_client.models import BufferRules, Pulled, Pushed
 
 MOST_PUSHES = 10**9
 """Pushes of a worker in a step, by default: the most that the server allows, so micro-batches need no limit."""
+
+BEHIND = "run %s is in step %s, and this worker has its weights only once it loads its state_dict(); else %s"
+"""What a worker says that comes to a run without `optimizer=`: a loop up to a last step may end at once."""
 
 M = TypeVar("M")
 """The model as the framework has it."""
@@ -61,6 +77,8 @@ class Accumulator(Generic[M, D]):
         request_bytes: int | None = None,
         nonfinite: str | None = None,
         loss: bool = False,
+        optimizer: Any = None,
+        state_every: int | None = None,
         **rules: Unpack[BufferRules],
     ) -> None:
         """Begin a run, or join it.
@@ -78,6 +96,9 @@ class Accumulator(Generic[M, D]):
         `wire_dtype`         float16 or bfloat16: how gradients travel unless that makes one infinite
         `request_bytes`      the bytes of a request at most, alike in all workers: 64 MiB, or half of the server's limit
         `loss`               whether each push has a loss, alike in all workers: `pull` gives the mean of the losses
+        `optimizer`          what else a worker needs to go on: the server keeps it with the model, and a worker that
+                             is started again goes on from there, without a checkpoint of its own
+        `state_every`        the steps between two of these states, by default for a tenth of the gradients' bytes
         `ttl_seconds`        how long after its last change the server deletes a buffer: longer than any pause
         `per_contributor`    the number of pushes that a step takes of each worker, by default any
         `nonfinite`, others  the other rules of the buffers: docs/buffers.md. None is the server's default
@@ -96,22 +117,47 @@ class Accumulator(Generic[M, D]):
         self._reduce, self._unused, self._worker = reduce, unused, worker
         request_bytes = fitting(server, request_bytes)
         self._model = self._adapted(model, wire_dtype, request_bytes)
+        self._source = None if optimizer is None else self._kept_source(model, optimizer, request_bytes)
+        if self._source is not None:
+            state_every = every(state_every, self._model.parts, self._source, rules)
+            given["keep"] = max(keep, state_every + SPARE_STEPS)
         ttl_seconds = rules.get("ttl_seconds")
         self._loss = loss_name(self._prefix, self._model.parts, loss)
         self._sums = Sums(server, self._model.parts, given, request_bytes, self._loss)
-        places = self._sums.found_places(self._prefix, register_name(self._prefix)) if len(server.urls) > 1 else {}
+        places = self._sums.found_places(self._prefix) if len(server.urls) > 1 else {}
         server.place(places)
-        self._first = first = FirstWorker(server, self._prefix, run, self._model, request_bytes, given, has_loss=loss)
-        first.check_form()
+        self._first = first = Start(run, self._model, given)
+        form = form_of(self._model, request_bytes, has_loss=loss)
+        self._member = Member(server, run, self._prefix, worker, form, first.own)
+        first.first = self._member.join(self._sums.buffers(places)).start
+        self._sums.life = self._member.life
         self._open(places)
         step, count = self._sums.position()
         if start == "same" and step == 0:
-            first.check_start(has_pushes=count > 0)
-        self._joining = Joining(first, self._prefix, step, cares=start == "any")
-        self._pushes = Pushes(self._sums, worker, step, new_run(self._prefix))
-        self._calls = step, 0
+            first.check(has_pushes=count > 0)
+        self._joining = Joining(first, run, step, cares=start == "any", has_begun=self._member.has_begun)
+        self._pushes = Pushes(self._sums, self._member, worker, step, new_run(run))
+        kept = partial(Kept, server, life=self._member.life, urls=self._member.urls, request_bytes=request_bytes)
+        self._sent, state = (
+            kept(f"{self._prefix}::state", ttl=ttl_seconds),
+            kept(f"{self._prefix}::kept", ttl=ttl_seconds),
+        )
+        self._resuming = self._new_resuming(state, state_every or 0, rules.get("contributors"))
+        if step and self._resuming is not None and not self._resuming.goes_on(self._pushes, self._joining):
+            raise Conflict(
+                f"{first_new_run(run)}, or load this worker's state_dict() without optimizer=. The run"
+                f" {self._member.run!r} is in step {step}, and its state is not on the server"
+            )
+        if step and self._source is None and start == "same":
+            logger.warning(BEHIND, self._member.run, step, new_run(run))
+        self._calls = self.step, 0
         """The calls of `broadcast_parameters` in a step."""
-        self._new_broadcast = partial(Broadcast, server, self._prefix, request_bytes, ttl_seconds)
+
+    def _new_resuming(self, kept: Kept, state_every: int, contributors: Sequence[str] | None) -> Resuming | None:
+        if self._source is None:
+            return None
+        self._source.begin(kept.prefix)
+        return Resuming(kept, self._source, self._sums, self._member, state_every, self._worker, contributors or ())
 
     @classmethod
     def from_env(cls, model: M, server: Client, *, run: str, **given: Any) -> Self:
@@ -134,7 +180,7 @@ class Accumulator(Generic[M, D]):
             if error.code != "buffer_exists":
                 raise
             if self._first.has(rules := self._sums.rules()):
-                raise explained(error, f"All workers of a run give the same; {new_run(self._prefix)}") from None
+                raise explained(error, f"All workers of a run give the same; {new_run(self._member.run)}") from None
             if differing := self._sums.follow(rules):
                 logger.warning(FOLLOWS, self._prefix, ", ".join(differing))
             self._sums.open(places)
@@ -144,12 +190,36 @@ class Accumulator(Generic[M, D]):
         """Raise `InvalidInput` if gradients cannot travel in this dtype."""
 
     @abstractmethod
+    def _kept_source(self, model: M, optimizer: Any, limit: int) -> Source:
+        """Return what the server keeps of the model and its optimizer."""
+
+    @abstractmethod
     def _adapted(self, model: M, wire: D | None, limit: int) -> Any:
         """Return the model in buffers of at most `limit` bytes."""
 
     def __repr__(self) -> str:
         worker = "" if self._worker is None else f"{self._worker!r}, "
         return f"{type(self).__name__}({worker}prefix={self._prefix!r}, step={self.step}, server={self._server!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            with suppress(GradserveError):  # the program has another error already
+                self._member.finish(error)
+
+    def finish(self) -> None:
+        """Say that this worker has done its part, and leave the run: no step waits for it. The last worker ends it.
+
+        A `with` block does this at its end; after an exception the run has failed.
+        """
+        self._pushes.wait()
+        self._member.finish()
 
     @property
     def prefix(self) -> str:
@@ -168,11 +238,18 @@ class Accumulator(Generic[M, D]):
         if not 0 < scale < math.inf:
             raise mistaken("scale", f"is {scale}, but must be finite and above 0")
         self._joining.check(self.step)
+        if self._resuming is not None:
+            if self._resuming.is_over(self.step):
+                return Pushed.late(self.step)
+            if not self._pushes.count:
+                self._resuming.keep(self.step)
         own = loss_of(loss, weight, is_wanted=self._loss is not None)
         numbers, used = self._model.numbers(gradients, weight)
         if self._loss is not None:
             numbers[self._loss] = own
         push = partial(self._pushes.add, numbers, used, weight=weight, scale=scale)
+        if wait and self._resuming is not None:
+            return self._resuming.pushed(self.step, push)
         if wait:
             return push()
         self._pushes.start(push)
@@ -184,6 +261,8 @@ class Accumulator(Generic[M, D]):
         try:
             summed = self._sums.pull(self.step, self._reduce, self._timeout)
         except StepGone as error:
+            if self._resuming is not None and self._resuming.goes_on(self._pushes, self._joining, later=True):
+                return self._pull(use)
             raise explained(
                 error,
                 "This worker is too far behind to catch up: take the weights of another, with broadcast_parameters",
@@ -196,6 +275,8 @@ class Accumulator(Generic[M, D]):
             summed.values.clear()
         used = use(summed)
         pulled = Pulled.of(self.step, summed.receipts, summed.loss)
+        if self._resuming is not None:
+            self._resuming.contributors = [*(pulled.contributors or ())]
         self._pushes.begin(self.step + 1)
         if summed.weights_cancel:
             raise NothingToAverage(
@@ -237,13 +318,12 @@ class Accumulator(Generic[M, D]):
     def _broadcast_state(self, state: State, *, send: bool) -> None:
         """Send this state to all others, or set it to that of the worker that sends."""
         self._pushes.wait()
-        broadcast = self._new_broadcast(state.parts)
         calls = self._calls[1] if self._calls[0] == self.step else 0
         if send:
-            self._check_sending(broadcast)
-            broadcast.send(state.numbers(), self.step, calls)
+            self._check_sending()
+            self._sent.write((self.step, calls), state.parts, state.numbers())
         else:
-            step, numbers = broadcast.receive(self.step, calls, self._timeout)
+            (step, _), numbers = self._sent.wait((self.step, calls), self._timeout)
             state.set(numbers)
             self._joining.shares()
             if step != self.step:
@@ -251,10 +331,12 @@ class Accumulator(Generic[M, D]):
                 calls = 0
         self._calls = self.step, calls + 1
 
-    def _check_sending(self, broadcast: Broadcast) -> None:
+    def _check_sending(self) -> None:
         """Raise `Conflict` if this worker's parameters may differ from those that the step has begun with."""
         self._joining.check(self.step)
-        if self._joining.is_new and (self._sums.has_begun(self.step) or broadcast.has_sent(self.step)):
+        if self._joining.is_new and (
+            self._sums.has_begun(self.step) or (self._sent.newest() or (-1, 0))[0] >= self.step
+        ):
             raise self._joining.begun(self.step)
         self._joining.shares()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradserve_client._runs.names import new_run
-from gradserve_client._runs.register import FirstWorker
+from gradserve_client._runs.names import first_new_run, new_run
+from gradserve_client._runs.start import Start
 from gradserve_client.errors import Conflict
 
 
@@ -14,11 +14,11 @@ class Joining:
     them itself (`start="any"`).
     """
 
-    def __init__(self, first: FirstWorker, prefix: str, step: int, *, cares: bool) -> None:
-        self._first, self._prefix, self._cares = first, prefix, cares
+    def __init__(self, first: Start, run: str, step: int, *, cares: bool, has_begun: bool) -> None:
+        self._first, self._run, self._cares = first, run, cares
         self._has_weights = cares or step == 0
         self._must_compare = False
-        self.is_new = cares
+        self.is_new = cares and not has_begun
         """Whether the run may have nothing of this worker's weights, though it says that it cares for them."""
 
     def loads(self) -> None:
@@ -37,9 +37,10 @@ class Joining:
         """Raise `Conflict` if what the worker sends in this step may come from other weights than the run's."""
         if not self._has_weights:
             raise Conflict(
-                f"This run is in step {step}, and this worker has not got its weights: call load_state_dict() with"
-                " the worker's last state, or broadcast_parameters(send=False) while another worker sends, or give"
-                f" start='any' if its weights are right; {new_run(self._prefix)}"
+                f"{first_new_run(self._run)}, or give optimizer= in all workers: then the server keeps the weights. The"
+                f" run is in step {step}, and this worker has not got its weights. Or call load_state_dict() with the"
+                " worker's last state, or broadcast_parameters(send=False) while another worker sends, or give"
+                " start='any' if its weights are right"
             )
         if self._must_compare:
             self._first.check_frozen()
@@ -50,5 +51,5 @@ class Joining:
         return Conflict(
             f"Step {step} of this run has begun with other parameters, perhaps of an earlier job: if this worker goes"
             " on, call load_state_dict() with its last state first, or broadcast_parameters(send=False);"
-            f" {new_run(self._prefix)}"
+            f" {new_run(self._run)}"
         )

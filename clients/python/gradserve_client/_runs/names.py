@@ -38,14 +38,19 @@ def checked_prefix(run: str, prefix: str | None) -> str:
     return prefix
 
 
-def register_name(prefix: str) -> str:
-    """Return the name of the buffer that says what a run's first worker has."""
-    return f"{prefix}::start"
+def run_name(run: str) -> str:
+    """Return the name of a run on the server."""
+    return quoted(run)
 
 
-def new_run(prefix: str) -> str:
+def new_run(run: str) -> str:
     """Return the part of an error that says how to begin from nothing."""
-    return f"for a new run, give another run=, or delete this one: server.buffers.delete(prefix={prefix!r})"
+    return f"give another run=, or delete this one, as with `gradserve-client runs delete {run_name(run)}`"
+
+
+def first_new_run(run: str) -> str:
+    """Return the same as the begin of a sentence."""
+    return f"G{new_run(run)[1:]}"
 
 
 def quoted(name: str) -> str:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from gradserve_client._http.log import logger
 from gradserve_client._http.placement import RETRYABLE
 from gradserve_client._runs import unheard
+from gradserve_client._runs.member import Member
 from gradserve_client._runs.sums import Sums
 from gradserve_client.errors import KeyReused, StaleStep, explained
 from gradserve_client.models import Pushed
@@ -18,8 +19,8 @@ from gradserve_client.rows import Gradient
 class Pushes:
     """The pushes of a worker in its step. A worker without a name gets a random one."""
 
-    def __init__(self, sums: Sums, worker: str | None, step: int, new_run: str) -> None:
-        self._sums, self._worker, self._new_run = sums, worker, new_run
+    def __init__(self, sums: Sums, member: Member, worker: str | None, step: int, new_run: str) -> None:
+        self._sums, self._member, self._worker, self._new_run = sums, member, worker, new_run
         self._name = worker or uuid.uuid4().hex
         self._push: Callable[[], Pushed] | None = None
         self._future: Future[Pushed] | None = None
@@ -48,6 +49,7 @@ class Pushes:
                 contributor=self._worker,
             )
         except StaleStep as error:
+            self._member.again()  # so that the running step waits for this worker
             fate = "count on some of the servers only" if error.maybe_done else "do not count"
             pulls = "if it has closed, pull() fetches its mean; " if self._sums.closes_itself else ""
             raise explained(
@@ -58,6 +60,7 @@ class Pushes:
         except KeyReused as error:
             push = f"push {self.count} of step {self.step}"
             self._made()
+            self._member.again()  # raises if another process has taken its place
             raise explained(
                 error,
                 f"This worker made {push} before, with another gradient or weight, and that push counts; or another"

@@ -23,7 +23,7 @@ from gradserve_client._wire.specs import Reduce
 from gradserve_client._wire.tensors import Array
 from gradserve_client.client import Client
 from gradserve_client.errors import Conflict, InvalidInput, NothingToAverage, StaleStep, explained
-from gradserve_client.models import BufferInfo, BufferRules, Receipt
+from gradserve_client.models import BufferRules, Receipt
 from gradserve_client.rows import Gradient
 
 T = TypeVar("T")
@@ -52,18 +52,17 @@ class Sums:
         self.places: Mapping[str, str] = {}
         """The URLs of the buffers' servers, if the client has several servers."""
         self.life = ""
-        """What tells these buffers from earlier buffers of the same names."""
+        """The life of the run: the buffers are of no earlier run of its name."""
 
     @property
     def closes_itself(self) -> bool:
         """Whether steps close by themselves: by their quorum or a deadline."""
         return _closes_itself(self._rules)
 
-    def found_places(self, prefix: str, register: str) -> dict[str, str]:
-        """Return the servers of the buffers, and of the register: where they exist, else balanced by bytes."""
+    def found_places(self, prefix: str) -> dict[str, str]:
+        """Return the servers of the buffers: where they exist, else balanced by bytes."""
         found = self._server.places(prefix)
         new = balanced({name: part.nbytes for name, part in self._parts.items()}, self._server.urls)
-        new[register] = min(new.values())
         return {name: found.get(name, url) for name, url in new.items()}
 
     def open(self, places: Mapping[str, str]) -> None:
@@ -73,22 +72,27 @@ class Sums:
         if places:
             self.places = {**places, **{group.tally: places[group.names[0]] for group in groups}}
         self._server.place(self.places)
-        created = [info.created_at for info in self._create()]
-        self.life = hashlib.sha256(repr(([*self._parts], created)).encode()).hexdigest()[:32]
+        self._create()
 
-    def _create(self) -> list[BufferInfo]:
-        tally = {name: rule for name, rule in self._rules.items() if name != "max_norm"}
+    def buffers(self, places: Mapping[str, str]) -> dict[str, str]:
+        """Return a buffer of each server by the server's URL."""
+        found: dict[str, str] = {}
+        for name in self._parts:
+            found.setdefault(places.get(name, self._server.url), name)
+        return found
+
+    def _create(self) -> None:
+        rules = {**self._rules, "life": self.life}
+        tally = {name: rule for name, rule in rules.items() if name != "max_norm"}
         own = {self._loss: {**tally, "keep": max(KEPT_LOSSES, tally.get("keep", 1))}}
-        infos: list[BufferInfo] = []
         for one in self._rounds:
             specs: dict[str, Any] = {}
             for group in one.groups:
                 for name in group.names:
-                    rules = own.get(name, self._rules)
-                    specs[name] = {"shape": self._parts[name].shape, "dtype": self._parts[name].dtype, **rules}
+                    shape, dtype = self._parts[name].shape, self._parts[name].dtype
+                    specs[name] = {"shape": shape, "dtype": dtype, **own.get(name, rules)}
                 specs[group.tally] = {"shape": len(group.names) + _TALLIED, "dtype": "float64", **tally}
-            infos += self._server.buffers.create_many(specs).values()
-        return infos
+            self._server.buffers.create_many(specs)
 
     def set_rules(self, rules: BufferRules) -> None:
         """Change rules of all buffers. Raises `InvalidInput` if steps would begin or cease to close by themselves."""
@@ -167,7 +171,12 @@ class Sums:
         groups = [group for one in self._rounds for group in one.groups]
         tallies = {group.tally: _tally(group, used, scale, weight) for group in groups}
         add = bulk.accumulate(
-            {**numbers, **tallies}, weight=weight, step=step, contributor=contributor, idempotency_key=key
+            {**numbers, **tallies},
+            weight=weight,
+            step=step,
+            contributor=contributor,
+            life=self.life,
+            idempotency_key=key,
         )
         is_one_request = len(groups) == 1 and "max_norm" not in self._rules  # which is for the whole push
         receipts = added(self._server.buffers._runner, add, None if is_one_request else self._request_bytes)
@@ -185,7 +194,7 @@ class Sums:
 
         def fetch(names: Sequence[str], dtype: str | None, reduce: Reduce) -> Call[Any]:
             rest = max(end - time.monotonic(), 0.0)
-            return bulk.value(names, None, step=step, reduce=reduce, dtype=dtype, timeout=rest)
+            return bulk.value(names, None, step=step, reduce=reduce, dtype=dtype, timeout=rest, life=self.life)
 
         return self._summed(fetch, reduce)
 
@@ -194,7 +203,8 @@ class Sums:
         key = f"{self.identity('')}-{step}-take"
 
         def fetch(names: Sequence[str], dtype: str | None, reduce: Reduce) -> Call[Any]:
-            more: Any = {"min_count": 1, "step": step, "timeout": 0.0, "idempotency_key": f"{key}-{reduce}"}
+            more: Any = {"min_count": 1, "step": step, "timeout": 0.0, "life": self.life}
+            more["idempotency_key"] = f"{key}-{reduce}"
             return bulk.take(names, None, reduce=reduce, dtype=dtype, **more)
 
         reads = [names for one in self._rounds for names in one.reads(self._parts).values()]
@@ -202,7 +212,8 @@ class Sums:
             if len(reads) == 1:
                 return self._summed(fetch, reduce)
             names = [name for some in reads for name in some]
-            self._server.buffers.close_step(names, min_count=1, step=step, idempotency_key=key)
+            more: Any = {"min_count": 1, "step": step, "timeout": 0.0, "idempotency_key": key, "life": self.life}
+            self._run(bulk.close_step(names, None, **more))
         except StaleStep as error:
             raise explained(
                 error, f"Another client closed step {step}: without a quorum, only one worker may pull"

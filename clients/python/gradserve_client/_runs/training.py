@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from gradserve_client._runs.rules import FOLLOWS, canonical
 from gradserve_client._wire import answers, bulk, calls, graphs
 from gradserve_client._wire.arguments import check_choice
 from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, decode
-from gradserve_client.errors import InvalidInput
+from gradserve_client.errors import InvalidInput, NothingToAverage
 from gradserve_client.graph_models import GraphInfo, GraphTensor, MicroBatch, Step
 from gradserve_client.models import BufferInfo, BufferName, BufferSpec, Receipt
 
@@ -49,8 +49,8 @@ class Run:
     """The name of the worker, which the steps list."""
     sender: str
     """What the keys of the worker's micro-batches have: its name, or else what only this process knows."""
-    life: float
-    """When the run was created: another run of the same name has other keys."""
+    life: str
+    """The life of the run: another run of the same name has other keys, and nothing of this one counts in it."""
     first: int
     """The steps of the checkpoint that this run began with, whose own steps begin with 0."""
     closes_itself: bool
@@ -88,12 +88,13 @@ class Run:
             weight=weight,
             step=step,
             contributor=self.worker,
+            life=self.life,
             idempotency_key=self.key("batch", self.sender, step, number),
         )
 
     def mean_loss(self, step: int, timeout: float) -> Call[Values]:
         """Wait for the end of a step, and read the mean of its losses, with its receipt."""
-        return self.values(["loss"], query={"step": step, "reduce": "mean"}, wait=timeout)
+        return self.values(["loss"], query={"step": step, "reduce": "mean", "life": self.life}, wait=timeout)
 
     def values(self, names: Sequence[str], **more: Any) -> Call[Values]:
         """Read these buffers of the run at one moment, with their receipts."""
@@ -110,6 +111,11 @@ class Run:
             step = self.first + receipt["version"] - 1 if letter == "p" else step
         return step, {**tensors, "::step": np.array(step, np.int64)}
 
+    def is_between(self, values: Values) -> bool:
+        """Whether statistics are a step ahead of the parameters: a step writes them first."""
+        versions = {name.removeprefix(self.prefix)[:2]: receipt["version"] for name, (_, receipt) in values.items()}
+        return bool(versions.get("s.", 0) > versions["p."])
+
     def sources(self, tensors: Mapping[str, Any]) -> dict[str, BufferName]:
         """Return the buffers of the parameters and statistics, of those groups that `tensors` does not have."""
         given = {name.partition(".")[0] for name in tensors}
@@ -117,15 +123,33 @@ class Run:
 
     def before_step(self, step: int, max_norm: float | None) -> list[Call[Any]]:
         """Return the requests that keep the mean of the statistics of a step, and its clipped gradients."""
-        statistics = [self._clipped(step, "t", "s", NO_CLIP)] if self.info.statistics else []
-        return statistics + ([] if max_norm is None else [self._clipped(step, "g", "c", max_norm)])
+        statistics = [self._clipped(step, f"t.*@{step}", "s", NO_CLIP)] if self.info.statistics else []
+        return statistics + ([] if max_norm is None else [self._clipped(step, f"g.*@{step}", "c", max_norm)])
 
-    def _clipped(self, step: int, source: str, target: str, max_norm: float) -> Call[Any]:
-        """Write the means of a step over other buffers."""
+    def empty_step(self, step: int) -> list[Call[Any]]:
+        """Return the requests of a step without weight: it counts, and leaves parameters and statistics as they are."""
+        statistics = [self._clipped(step, "s.*", "s", NO_CLIP, is_closed=False)] if self.info.statistics else []
+        weights = self._group("parameters")
+        return [
+            *statistics,
+            self._step(
+                "SGDOptimizerV2",
+                {"lr": np.float64(0), "weights": weights, "gradients": weights},
+                {},
+                is_closed=False,
+                outputs=["update_completed"],
+                set={"updated_weights": weights.name},
+                idempotency_key=self.key("step", step),
+            ),
+        ]
+
+    def _clipped(self, step: int, source: str, target: str, max_norm: float, *, is_closed: bool = True) -> Call[Any]:
+        """Write the means of a step, or other buffers, over some."""
         return self._step(
             "InplaceClipGradNorm",
-            {"gradients": BufferName(f"{self.prefix}{source}.*@{step}")},
+            {"gradients": BufferName(f"{self.prefix}{source}")},
             {"max_norm": max_norm},
+            is_closed=is_closed,
             outputs=["total_norm"],
             set={"clipped_gradients": f"{self.prefix}{target}.*"},
             idempotency_key=self.key(target, step),
@@ -155,22 +179,26 @@ class Run:
     def moments(self, optimizer: str) -> dict[str, BufferSpec]:
         """Return the specifications of what an optimizer keeps besides the parameters."""
         check_choice("optimizer", optimizer, [*OPTIMIZERS])
-        groups = {group: self.info.parameters for group in OPTIMIZERS[optimizer]}
-        return {buffer: spec for group, some in groups.items() for buffer, spec in state(self.prefix, group, some)}
+        made = {}
+        for group in OPTIMIZERS[optimizer]:
+            for buffer, spec in state(self.prefix, group, self.info.parameters):
+                spec["life"] = self.life
+                made[buffer] = spec
+        return made
 
     def _step(
         self, op: str, inputs: Any, attributes: Mapping[str, Any], *, is_closed: bool = True, **more: Any
     ) -> Call[Any]:
         closed: Any = {"reduce": "mean", "timeout": CLOSED_WAIT_SECONDS} if is_closed else {}
-        return calls.run(op, inputs, attributes, **closed, **more)
+        return calls.run(op, inputs, attributes, life=self.life, **closed, **more)
 
     def _group(self, name: str) -> BufferName:
         return BufferName(f"{self.prefix}{STATE[name]}.*")
 
 
-def key(prefix: str, life: float, *what: object) -> str:
+def key(prefix: str, life: str, *what: object) -> str:
     """Return the idempotency key of a change of a run."""
-    return hashlib.sha256("\n".join(map(str, (prefix, f"{life:.6f}", *what))).encode()).hexdigest()[:40]
+    return hashlib.sha256("\n".join(map(str, (prefix, life, *what))).encode()).hexdigest()[:40]
 
 
 def summed(prefix: str, info: GraphInfo, rules: Mapping[str, Any] | None = None) -> dict[str, BufferSpec]:
@@ -200,6 +228,12 @@ def shape_of(name: str, tensor: GraphTensor) -> tuple[int, ...]:
     if tensor.shape is None or None in tensor.shape:
         raise InvalidInput(f"The parameter {name!r} has the shape {tensor.shape}, but a run needs every length")
     return tuple(length or 0 for length in tensor.shape)
+
+
+def form(info: GraphInfo) -> dict[str, Any]:
+    """Return what all workers of a run of this graph have alike."""
+    tensors = {f"parameter {name}": f"{one.dtype}{[*shape_of(name, one)]}" for name, one in info.parameters.items()}
+    return {**tensors, "graph": info.digest, "loss": info.options.get("loss"), "train": info.options.get("train")}
 
 
 def is_started(prefix: str, info: GraphInfo, found: Mapping[str, BufferInfo]) -> bool:
@@ -247,6 +281,7 @@ def joined(
     found: Mapping[str, BufferInfo],
     worker: str | None,
     sender: str,
+    life: str,
     first: Mapping[str, Array],
 ) -> Run:
     """Return the run of these buffers. `first` has the steps of its checkpoint, if it began with one.
@@ -258,7 +293,7 @@ def joined(
     loss = found[f"{prefix}loss"]
     rules = loss.quorum, loss.quorum_weight, loss.deadline_seconds
     before = sum(int(value) for value in first.values())
-    return Run(prefix, info, worker, sender, loss.created_at, before, any(rule is not None for rule in rules))
+    return Run(prefix, info, worker, sender, life, before, any(rule is not None for rule in rules))
 
 
 def step_of(step: int, results: Mapping[str, Array | Receipt], ended: Values | None) -> Step:
@@ -269,3 +304,11 @@ def step_of(step: int, results: Mapping[str, Array | Receipt], ended: Values | N
     ((loss, receipt),) = ended.values()
     names = ("count", "weight", "contributors", "closed_by")
     return Step(step=step, replayed=replayed, loss=float(loss), **{name: receipt.get(name) for name in names})
+
+
+def empty_step_of(step: int, results: Mapping[str, Array | Receipt], error: NothingToAverage) -> Step:
+    """Return what is known of a step without weight."""
+    receipt = error.context.get("receipt") or {}
+    names = ("count", "contributors", "closed_by")
+    found: Any = {name: receipt.get(name) for name in names}
+    return replace(step_of(step, results, None), weight=0.0, **found)

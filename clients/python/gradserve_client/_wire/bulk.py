@@ -70,6 +70,7 @@ def accumulate(
     do_update: bool = True,
     contributor: str | None,
     idempotency_key: str | None,
+    life: str | None = None,
 ) -> Call[dict[str, Receipt]]:
     """Add a gradient to each of several buffers."""
     check_mapping("gradients", gradients, "gradients")
@@ -82,7 +83,7 @@ def accumulate(
         "POST",
         "/v1/buffers/accumulate",
         answers.receipts,
-        query=add_query(weight, step, overwrite, do_update, contributor),
+        query=add_query(weight, step, overwrite, do_update, contributor, life),
         headers={"Content-Type": MEDIA_TYPE, "Accept": JSON},
         body=body(tensors),
         key=as_key(idempotency_key),
@@ -115,9 +116,10 @@ def value(
     reduce: Reduce,
     dtype: npt.DTypeLike | None,
     timeout: float,
+    life: str | None = None,
 ) -> Call[dict[str, Array]]:
     """Read the values of several buffers."""
-    query = {"step": step, "reduce": reduce, "dtype": as_dtype(dtype)}
+    query = {"step": step, "reduce": reduce, "dtype": as_dtype(dtype), "life": life}
     return on_several(names, prefix, "value", answers.values, accept=MEDIA_TYPE, query=query, wait=timeout)
 
 
@@ -131,9 +133,10 @@ def take(
     reduce: Reduce,
     dtype: npt.DTypeLike | None,
     idempotency_key: str | None,
+    life: str | None = None,
 ) -> Call[dict[str, Taken]]:
     """Close the steps of several buffers, and return their values."""
-    query = {"min_count": min_count, "step": step, "reduce": reduce, "dtype": as_dtype(dtype)}
+    query = {"min_count": min_count, "step": step, "reduce": reduce, "dtype": as_dtype(dtype), "life": life}
     more: Any = {"accept": MEDIA_TYPE, "query": query, "key": as_key(idempotency_key), "wait": timeout}
     return on_several(names, prefix, "take", answers.taken_by_name, **more)
 
@@ -146,9 +149,10 @@ def close_step(
     step: int | None,
     timeout: float,
     idempotency_key: str | None,
+    life: str | None = None,
 ) -> Call[dict[str, Receipt]]:
     """Close the steps of several buffers."""
-    query = {"min_count": min_count, "step": step, "return": "receipt"}
+    query = {"min_count": min_count, "step": step, "return": "receipt", "life": life}
     key = as_key(idempotency_key)
     return on_several(names, prefix, "take", answers.receipts, query=query, key=key, wait=timeout)
 

@@ -170,6 +170,7 @@ def running(
     weight: float | None = None,
     step: int | None = None,
     contributor: str | None = None,
+    life: str | None = None,
     idempotency_key: str | None = None,
 ) -> Call[T]:
     """Run what is at this path. `dtypes` are those of lists, by the names of inputs and groups."""
@@ -188,6 +189,7 @@ def running(
                     "weight": None if weight is None else as_float("weight", weight),
                     "step": step,
                     "contributor": None if contributor is None else as_contributor(contributor),
+                    "life": life,
                     "reduce": reduce,
                 }
             ),

@@ -26,10 +26,18 @@ def path_of(name: str) -> str:
 
 
 def put(
-    name: str, content: bytes, options: Mapping[str, str | None], sets: Mapping[str, str], key: str | None
+    name: str,
+    content: bytes,
+    options: Mapping[str, str | None],
+    sets: Mapping[str, str],
+    key: str | None,
+    life: str | None = None,
 ) -> Call[GraphInfo]:
-    """Upload a graph. `sets` has the buffers of its groups of weights."""
-    query = {**as_query(options), "set": [f"{group}:{as_target(buffer)}" for group, buffer in sets.items()]}
+    """Upload a graph. `sets` has the buffers of its groups of weights, which have this life of a run."""
+    query = {
+        **as_query({**options, "life": life}),
+        "set": [f"{group}:{as_target(buffer)}" for group, buffer in sets.items()],
+    }
     headers = {"Content-Type": "application/octet-stream", "Accept": JSON}
     return Call("PUT", path_of(name), _info, query=query, headers=headers, body=[content], key=as_key(key))
 

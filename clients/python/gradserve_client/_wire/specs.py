@@ -46,6 +46,7 @@ def spec_json(
     dtype: npt.DTypeLike = "float32",
     keep: int = 1,
     nonfinite: str = "allow",
+    life: str | None = None,
     **rules: Unpack[BufferRules],
 ) -> dict[str, Any]:
     """Return the specification of a buffer as the server reads it."""
@@ -56,6 +57,7 @@ def spec_json(
         "dtype": as_dtype(dtype),
         "keep": as_whole("keep", keep),
         "nonfinite": nonfinite,
+        **({} if life is None else {"life": life}),
         **rules_json(rules),
     }
 
@@ -83,7 +85,7 @@ def on(
 
 
 def add_query(
-    weight: float, step: int | None, overwrite: bool, do_update: bool, contributor: str | None
+    weight: float, step: int | None, overwrite: bool, do_update: bool, contributor: str | None, life: str | None = None
 ) -> dict[str, Any]:
     """Return the parameters of an add that differ from the server's defaults."""
     return as_query(
@@ -93,6 +95,7 @@ def add_query(
             "overwrite": overwrite or None,
             "do_update": None if do_update else False,
             "contributor": None if contributor is None else as_contributor(contributor),
+            "life": life,
         }
     )
 
