@@ -1,11 +1,12 @@
-"""Workers come, go and lag behind, and every step of their gradients still ends.
+"""Workers go, come back and lag behind, and every step of their gradients still ends.
 
 Six processes train one network on handwritten digits. Each adds its gradients to a step, which all take with
-their mean. A step closes once all six are in, or `--deadline` seconds after the first of them.
+their mean. A step closes once all six are in, or `--deadline` seconds after the first of them. Who misses a deadline
+is not waited for again, until it comes back.
 
-The first run is undisturbed. In the second run one process joins late, another is slow for a while, and two are killed.
-The others go on with the mean of the gradients that are in. For both runs the example prints who was in each step,
-what closed it, and the losses.
+The first run is undisturbed. In the second run one process is killed and comes back without a file, another is slow for
+a while, and two are killed. The others go on with the mean of the gradients that are in. For both runs the example
+prints who was in each step, what closed it, and the losses.
 
     python examples/elastic_workers.py [--url http://127.0.0.1:8000] [--steps 60] [--deadline 0.4] [--plot loss.png]
 """
@@ -16,36 +17,28 @@ import argparse
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import torch
-from _digits import Digits, delete_buffers, network, parameter_bytes, processes  # type: ignore[import-not-found]  # beside this file
+from _digits import Digits, network, parameter_bytes, processes  # type: ignore[import-not-found]  # beside this file
 from _server import server as running_server  # type: ignore[import-not-found]  # beside this file
 from digits_data_parallel import load  # type: ignore[import-not-found]  # beside this file
-from gradserve_client import Client, StaleStep
+from gradserve_client import Client
 from gradserve_client.torch import GradientAccumulator
 
 WORKERS = [f"rank{rank}" for rank in range(6)]
 REPORTER = WORKERS[0]
 SLOW = WORKERS[2]
 KILLED = WORKERS[3:5]
-LATE = WORKERS[5]
+RETURNS = WORKERS[5]
 
 BATCH = 360  # 60 rows for each worker
 RATE = 0.5
-
-SENDING_STEPS = 5
-"""Before each fifth step the first worker sends its parameters, for a worker that joins late."""
-
-PATIENCE_SECONDS = 60.0
-"""Seconds beyond the deadlines that a worker waits for the others. After that the run fails."""
 
 LARGEST_DIFFERENCE = 0.1
 """How far the loss of the disturbed run may be above that of the undisturbed run: three times what was measured."""
@@ -60,8 +53,12 @@ class Plan:
     disturbed: bool
 
     @property
-    def joins(self) -> int:
+    def leaves(self) -> int:
         return self.steps // 10
+
+    @property
+    def returns(self) -> int:
+        return self.steps // 5
 
     @property
     def slow(self) -> range:
@@ -86,61 +83,40 @@ class Step:
 # ----- a worker -----
 
 
-def work(name: str, url: str, run: str, arrays: Any, plan: Plan, start: Barrier | None, results: Connection) -> None:
-    """Train as one of the processes, from the start or, without a barrier, from where the others are.
-
-    The first worker sends each step to the launcher. All send the bits of their parameters in the end.
-    """
+def work(name: str, url: str, run: str, arrays: Any, plan: Plan, results: Connection) -> None:
+    """Train as one of the processes. The first sends each step, and all send their parameters in the end."""
     torch.set_num_threads(1)
     model, digits = network(), Digits(arrays)
-    with Client(url) as server:
-        gradients = GradientAccumulator(
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    with (
+        Client(url) as server,
+        GradientAccumulator(
             model,
             server,
             run=run,
             worker=name,
+            contributors=WORKERS,
             quorum=len(WORKERS),
-            loss=True,  # the page draws the mean loss of each step
             deadline_seconds=plan.deadline,
-            keep=plan.steps,  # so that a worker catches up from any step
-            timeout=SENDING_STEPS * plan.deadline + PATIENCE_SECONDS,
-        )
-        if start is None:
-            gradients.broadcast_parameters(send=False)
-        else:
-            start.wait(PATIENCE_SECONDS)
-        for step in train(name, server, model, gradients, digits, plan):
-            if name == REPORTER:
-                results.send(step)
-        if name == REPORTER:
-            gradients.broadcast_parameters(send=True)  # for a worker that comes too late to train
-    results.send(parameter_bytes(model))
-
-
-def train(
-    name: str, server: Client, model: Any, gradients: GradientAccumulator, digits: Digits, plan: Plan
-) -> Iterator[Step]:
-    """Take the steps that are left, and yield each."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    buffer = server.buffers[f"{gradients.prefix}0.weight"]
-    while (step := gradients.step) < plan.steps:
-        began = time.monotonic()
-        if name == REPORTER and step and step % SENDING_STEPS == 0:
-            gradients.broadcast_parameters(send=True)
-        if step == buffer.info().step:  # otherwise the step has closed, and this worker catches up
+            optimizer=optimizer,  # the server keeps the state, for a worker that comes back
+            loss=True,  # the page draws the mean loss of each step
+        ) as gradients,
+    ):
+        while (step := gradients.step) < plan.steps:
+            began = time.monotonic()
             rows = digits.share(step, BATCH, WORKERS.index(name), len(WORKERS))
             own = digits.loss(model, rows)
             own.backward()
             if plan.disturbed and name == SLOW and step in plan.slow:
                 time.sleep(2 * plan.deadline)
-            with suppress(StaleStep):  # too late: the step has closed without these gradients
-                gradients.push(weight=len(rows), loss=own)
-        pulled = gradients.pull()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds = time.monotonic() - began
-        loss, accuracy = digits.evaluate(model)
-        yield Step(frozenset(pulled.contributors or ()), pulled.closed_by, seconds, loss, accuracy)
+            gradients.push(weight=len(rows), loss=own)
+            pulled = gradients.pull()
+            optimizer.step()
+            optimizer.zero_grad()
+            if name == REPORTER:
+                members, seconds = frozenset(pulled.contributors or ()), time.monotonic() - began
+                results.send(Step(members, pulled.closed_by, seconds, *digits.evaluate(model)))
+    results.send(parameter_bytes(model))
 
 
 # ----- the launcher -----
@@ -157,11 +133,9 @@ class Launcher:
 
     def run(self) -> list[Step]:
         """Return the steps of the run, after a check that the workers end with the same bits."""
-        names = [name for name in WORKERS if not (self._plan.disturbed and name == LATE)]
-        barrier = self._context.Barrier(len(names))
         try:
-            for name in names:
-                self.start(name, barrier)
+            for name in WORKERS:
+                self.start(name)
             steps = []
             for number in range(self._plan.steps):
                 if self._plan.disturbed:
@@ -175,9 +149,9 @@ class Launcher:
                 process.kill()
                 process.join()
 
-    def start(self, name: str, barrier: Barrier | None) -> None:
+    def start(self, name: str) -> None:
         self._results[name], results = self._context.Pipe(duplex=False)
-        self._processes[name] = self._context.Process(target=work, args=(name, *self._arguments, barrier, results))
+        self._processes[name] = self._context.Process(target=work, args=(name, *self._arguments, results))
         self._processes[name].start()
         results.close()  # so that the end of the process ends the pipe
 
@@ -190,17 +164,22 @@ class Launcher:
 
     def disturb(self, number: int) -> None:
         """Do what the plan says before this step."""
-        if number == self._plan.joins:
-            self.start(LATE, None)
-            print(f"step {number:2}: {LATE} starts")
+        if number == self._plan.leaves:
+            self.kill(number, RETURNS)
+        if number == self._plan.returns:
+            self.start(RETURNS)
+            print(f"step {number:2}: {RETURNS} starts again")
         if number in (self._plan.slow.start, self._plan.slow.stop):
             print(f"step {number:2}: {SLOW} is {'slow' if number in self._plan.slow else 'fast again'}")
         if number == self._plan.kills:
             for name in KILLED:
-                self._processes[name].kill()
-                self._results.pop(name)
-                print(f"step {number:2}: killed {name}, process {self._processes[name].pid}")
+                self.kill(number, name)
         sys.stdout.flush()
+
+    def kill(self, number: int, name: str) -> None:
+        self._processes[name].kill()
+        self._results.pop(name)
+        print(f"step {number:2}: killed {name}, process {self._processes[name].pid}")
 
 
 # ----- what is printed -----
@@ -260,7 +239,9 @@ def main() -> None:
         for name in "undisturbed", "disturbed":
             plan = Plan(options.steps, options.deadline, name == "disturbed")
             runs[name] = Launcher(url, f"{run}-{name}", arrays, plan).run()
-        delete_buffers(url, run)
+        with Client(url) as server:
+            for name in runs:
+                server.runs.delete(f"{run}-{name}")
     for name, steps in runs.items():
         print_members(name, steps)
     print_losses(runs)

@@ -326,7 +326,7 @@ def test_the_schema_shows_each_request_and_answer(client: httpx.Client, operator
     assert answer["properties"].keys() == {one.name for one in operator.outputs}
     everywhere = schema["paths"][f"/v1/ops/{operator.name}"]["post"]["parameters"]
     parameters = [p for p in everywhere if p["in"] == "query"]
-    general = {"encoding", "from", "into", "set", "weight", "step", "contributor", "reduce", "timeout"} | (
+    general = {"encoding", "from", "into", "set", "weight", "step", "contributor", "life", "reduce", "timeout"} | (
         {"outputs"} if selects(operator) else set()
     )
     assert {p["name"] for p in parameters} == general | {a.name for a in operator.attributes}
