@@ -15,7 +15,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     mkdir /data
 
 FROM ${BASE}
-ARG VERSION=0.3.0
+ARG VERSION=0.4.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="gradserve" \
       org.opencontainers.image.description="Gradient kernels and gradient accumulation as an HTTP service" \

@@ -1,3 +1,3 @@
 """gradserve: gradient kernels and gradient accumulation as an HTTP service."""
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
