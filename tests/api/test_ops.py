@@ -10,6 +10,8 @@ import httpx
 import numpy as np
 import pytest
 
+from service.api.operators.onnx_names import IN_GRAPHS, ONNX
+from service.graphs.nodes import NODES
 from service.kernels import OPERATORS
 from tests.serving import assert_problem, serving
 
@@ -37,8 +39,9 @@ UNKNOWN = {
         }.items()
     },
     **{name: f"This server has no operator '{name}'." for name in "CosGrad SeluGrad NoSuchGrad G Grad grad".split()},
-    "Relu": f"{ELSEWHERE.format('Relu', 'ONNX')} Did you mean ReluGrad?",
-    "MatMul": ELSEWHERE.format("MatMul", "ONNX"),
+    "Relu": "Relu is an operator of ONNX, which runs in graphs: PUT /v1/graphs/{name}. Did you mean ReluGrad?",
+    "MatMul": "MatMul is an operator of ONNX, which runs in graphs: PUT /v1/graphs/{name}.",
+    "Unique": ELSEWHERE.format("Unique", "ONNX"),
     **{name: ELSEWHERE.format(name, "ONNX Runtime") for name in ("LambOptimizer", "GistBinarizeEncoder")},
 }
 
@@ -51,6 +54,10 @@ def test_an_unknown_operator_and_what_may_be_meant(client: httpx.Client, name: s
         assert assert_problem(answer, 404, "unknown_operator")["detail"] == detail
     for answer in (client.post(f"/v2/models/{name}/infer", json={}), client.get(f"/v2/models/{name}")):
         assert (answer.status_code, answer.json()) == (404, {"error": detail})
+
+
+def test_the_operators_that_run_in_graphs_are_those_with_nodes() -> None:
+    assert {op for _, op in NODES} & ONNX == IN_GRAPHS
 
 
 def test_each_operator_has_a_family(client: httpx.Client) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from service.api.operators.onnx_names import NOT_SERVED, ONNX
+from service.api.operators.onnx_names import IN_GRAPHS, NOT_SERVED, ONNX
 from service.buffers.names import NAME, check_name
 from service.buffers.steps import check_contributor
 from service.codecs.parts import Part
@@ -117,11 +117,8 @@ def unknown_operator(name: str) -> UnknownOperator:
     near += [other for other in names if other.startswith(given) and len(given) > 2]
     hint = f" Did you mean {names[near[0]]}?" if near else ""
     owner = "ONNX" if name in ONNX else "ONNX Runtime" if name in NOT_SERVED else None
-    fault = (
-        f"{name} is an operator of {owner}, but not served here"
-        if owner
-        else f"This server has no operator {shown(name)}"
-    )
+    place = "which runs in graphs: PUT /v1/graphs/{name}" if name in IN_GRAPHS else "but not served here"
+    fault = f"{name} is an operator of {owner}, {place}" if owner else f"This server has no operator {shown(name)}"
     return UnknownOperator(f"{fault}.{hint} GET /v1/ops lists all", op=name)
 
 
