@@ -154,6 +154,18 @@ def test_accumulate_adds_a_gradient(http: httpx.Client) -> None:
     assert value(http, name) == [[2, 3], [4.5, 5]]
 
 
+def test_a_body_that_is_no_gradient_gets_the_form_of_one(http: httpx.Client) -> None:
+    name = create(http)
+    path = f"/v1/buffers/{name}/accumulate"
+    answer = http.post(path, json={"gradient": [1, 2], "weight": 3})
+    assert_problem(answer, 422, "unknown_tensor", "weight goes into the query: ?weight=3")
+    answer = http.post(path, content=b" [1, 2]", headers={"Content-Type": "application/json"})
+    assert_problem(answer, 400, "malformed_body", 'send {"gradient": [1, 2]}')
+    assert metadata(http, name)["version"] == 0
+    weight = create(http, "weight")
+    assert http.post("/v1/buffers/accumulate", json={weight: [1, 2]}).status_code == 200, "a buffer's name"
+
+
 @pytest.mark.parametrize("gradient_dtype", FLOAT_NAMES)
 @pytest.mark.parametrize("dtype", FLOAT_NAMES)
 def test_a_gradient_may_have_another_float_dtype(http: httpx.Client, dtype: str, gradient_dtype: str) -> None:

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
+from service.api.buffers.models import AccumulateQuery
 from service.api.buffers.request import Received
 from service.api.http.answer import JSON
 from service.api.http.body import header_of, is_quick
 from service.api.http.call import Call
+from service.api.http.negotiation import parameters_of
 from service.api.http.offload import INLINE_LOOKUPS
 from service.api.http.tensor_forms import read_tensor
 from service.buffers.changes import Add
@@ -27,6 +29,7 @@ from service.errors import (
     DtypeMismatch,
     IndexOutOfRange,
     InvalidTensor,
+    MalformedBody,
     MissingTensor,
     ShapeMismatch,
     UnknownTensor,
@@ -58,6 +61,8 @@ async def gradients(call: Call, received: Received) -> tuple[Gradients, json_cod
 
 def _decode(call: Call, received: Received) -> tuple[Gradients, json_codec.Encoding]:
     began = time.perf_counter_ns()
+    if received.sent == JSON and "name" in call.parameters and bytes(received.body[:64]).lstrip().startswith(b"["):
+        raise MalformedBody('The body is a list, but must be an object: send {"gradient": [1, 2]}')
     decoded = (_from_json if received.sent == JSON else _from_safetensors)(received.body, call.engine.limits)
     call.spent["decode"] = time.perf_counter_ns() - began
     return decoded
@@ -136,6 +141,9 @@ def _wrong_dtype(name: str, tensor: Array, kind: Kind) -> DtypeMismatch:
 def only_gradient(tensors: Gradients) -> Array | Rows:
     """Return the tensor `gradient`. Raises `UnknownTensor` for another name, and `MissingTensor`."""
     for name in tensors:
+        value = tensors[name]
+        if name in parameters_of(AccumulateQuery) and not isinstance(value, Rows) and value.size == 1:
+            raise UnknownTensor(f"{name} goes into the query: ?{name}={float(value.item()):g}", tensor=name)
         if name != "gradient":
             raise UnknownTensor(f"{shown(name)} is unknown: this request takes the tensor gradient", tensor=name)
     if not tensors:
