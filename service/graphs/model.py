@@ -72,6 +72,8 @@ class Model:
 
 def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
     """Return the model in a file's bytes. Raises `InvalidGraph`, which lists all operators that are not served."""
+    if bytes(content[:4]) == b"PK\x03\x04":
+        raise InvalidGraph("the file is a zip, as PyTorch's are, and no ONNX model: torch.onnx.export makes one")
     budget = Budget()
     file = Message(memoryview(content).cast("B"), _FILE, budget)
     if "graph" not in file:

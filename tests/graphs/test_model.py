@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import BytesIO
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import onnx
@@ -167,6 +169,14 @@ def test_nodes_and_bytes_are_limited() -> None:
 def test_other_files_are_refused(content: bytes) -> None:
     with pytest.raises(InvalidGraph, match="the file is no ONNX model, or it is damaged"):
         read(content)
+
+
+def test_a_file_of_pytorch_is_named() -> None:
+    file = BytesIO()
+    with ZipFile(file, "w") as archive:
+        archive.writestr("model/data.pkl", b"")
+    with pytest.raises(InvalidGraph, match=r"is a zip, as PyTorch's are, .* torch\.onnx\.export makes one"):
+        read(file.getvalue())
 
 
 def test_the_fields_of_a_file_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
