@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from annotated_types import Ge, Lt
 
-from service.dtypes import INT64, NAMES, Array, Kind
+from service.dtypes import INT32, INT64, NAMES, Array, Kind
 from service.errors import DtypeMismatch, InvalidGraph, MissingTensor, ShapeMismatch, shown
 from service.graphs.forward import training_of
 from service.graphs.model import DEFAULT_LIMITS, GraphLimits, Value, name_of, read
@@ -23,7 +23,7 @@ from service.graphs.nodes import SEED
 from service.graphs.nodes.shapes import contiguous
 from service.graphs.plan import Node, Plan, paced
 from service.graphs.training import Program, program_of
-from service.kernels import OPERATORS, Attribute, Operator, Tensor
+from service.kernels import OPERATORS, Attribute, Operator, Tensor, claim
 
 MAX_PLANS = 3
 """Plans of a graph that are kept: one for each choice of outputs. Each takes up to a quarter of the graph's memory."""
@@ -169,7 +169,7 @@ class Graph:
                 array = members.get(port.name) if group else next(values)
                 name = f"{group}.{port.name}" if group else port.name
                 if array is not None:
-                    _check(name, port.value, array)
+                    array = _checked(name, port.value, array, is_input=not group)
                 elif port.value.name in self._program.initial:
                     array = self._program.initial[port.value.name]
                 elif port.value.name in needed:
@@ -238,7 +238,8 @@ def _tensors(groups: Mapping[str, Sequence[Port]], needed: Collection[str]) -> I
         for port in ports:
             dtype, shape = NAMES[port.value.dtype], port.value.shape
             rank = 1 if shape is None else len(shape)
-            yield Tensor(port.name, Kind(dtype, (dtype,), dtype), None, port.value.name not in needed, rank)
+            kind = Kind(dtype, ("int64", "int32") if dtype == "int64" else (dtype,), dtype)
+            yield Tensor(port.name, kind, None, port.value.name not in needed, rank)
 
 
 def _described(ports: Iterable[Port]) -> dict[str, Any]:
@@ -248,16 +249,24 @@ def _described(ports: Iterable[Port]) -> dict[str, Any]:
     }
 
 
-def _check(name: str, expected: Value, array: Array) -> None:
-    """Raise `DtypeMismatch` or `ShapeMismatch` unless the array is what the model expects."""
+def _checked(name: str, expected: Value, array: Array, *, is_input: bool) -> Array:
+    """Return the array as the model expects it. Raises `DtypeMismatch` and `ShapeMismatch`."""
+    if is_input and (array.dtype, expected.dtype) == (INT32, INT64):
+        claim(2 * array.nbytes)
+        array = array.astype(INT64)
     if array.dtype != expected.dtype:
         raise DtypeMismatch(f"{name} is {array.dtype}, but must be {NAMES[expected.dtype]}", tensor=name)
     if expected.shape is None:
-        return
+        return array
     fits = [length in (None, given) for length, given in zip(expected.shape, array.shape, strict=False)]
     if len(array.shape) != len(expected.shape) or not all(fits):
         problem = f"{name} has shape {shown([*array.shape])}, but must have {shown([*expected.shape])}"
-        raise ShapeMismatch(problem + ", where null is any length" * (None in expected.shape), tensor=name)
+        problem += ", where null is any length" * (None in expected.shape)
+        if is_input and len(fits) == len(array.shape) == len(expected.shape) and not fits[0] and all(fits[1:]):
+            problem += f": the model was exported for batches of {expected.shape[0]}, without dynamic_axes"
+            problem += " (dynamo=False) or dynamic_shapes (dynamo=True)"
+        raise ShapeMismatch(problem, tensor=name)
+    return array
 
 
 def _finished(name: str, result: Any) -> Array:

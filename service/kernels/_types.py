@@ -121,7 +121,9 @@ def check_dtypes(given: Iterable[tuple[str, Tensor, DType]]) -> None:
     bound: dict[str, tuple[str, DType]] = {}
     for name, expected, dtype in given:
         if dtypes.NAMES.get(dtype) not in expected.kind.dtypes:
-            raise DtypeMismatch(f"{name} is {dtype}, but must be one of {', '.join(expected.kind.dtypes)}", tensor=name)
+            known = expected.kind.dtypes
+            wanted = f"{'one of ' * (len(known) > 1)}{', '.join(known)}"
+            raise DtypeMismatch(f"{name} is {dtype}, but must be {wanted}", tensor=name)
         if expected.variable is None:
             continue
         first, common = bound.setdefault(expected.variable, (name, dtype))
