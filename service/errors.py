@@ -126,7 +126,7 @@ class TooFewGradients(Conflict, code="too_few_gradients"):
 
 
 class NothingToAverage(Conflict, code="nothing_to_average"):
-    """Gradient weights sum to zero."""
+    """There is nothing to average."""
 
 
 class DuplicateContributor(Conflict, code="duplicate_contributor"):

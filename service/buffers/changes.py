@@ -15,7 +15,7 @@ from service.buffers.lives import check_life, new_buffer
 from service.buffers.names import BufferName
 from service.buffers.record import Receipt, Record, Spec, unknown_buffer
 from service.buffers.specs import contradiction
-from service.buffers.steps import described
+from service.buffers.steps import described, no_mean
 from service.buffers.transaction import Transaction
 from service.dtypes import Array, DType, compute_dtype
 from service.errors import (
@@ -258,7 +258,7 @@ class Take(Change):
                 min_count=self.min_count,
             )
         if self.mean and not record.weight:
-            raise NothingToAverage(f"The weights in {self.name!r} sum to zero: there is no mean", buffer=self.name)
+            raise NothingToAverage(no_mean(self.name, record.count), buffer=self.name)
 
     def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         loaded = txn.load(record.spec, record.value) if self.want_value else None

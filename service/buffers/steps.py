@@ -91,3 +91,9 @@ def described(missing: Sequence[str] | None) -> str:
     more = len(missing) - MOST_MISSING_NAMED
     *first, last = [*missing[:MOST_MISSING_NAMED], *([f"{more} more"] if more > 0 else [])]
     return f"; {', '.join(first)}{' and ' if first else ''}{last} {'is' if len(missing) == 1 else 'are'} missing"
+
+
+def no_mean(name: str, count: int) -> str:
+    """Return why a buffer with this count, whose weight is zero, has no mean."""
+    fault = f"The weights in {name!r} sum to zero" if count else f"Nothing was added to {name!r} yet"
+    return f"{fault}: there is no mean"

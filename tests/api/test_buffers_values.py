@@ -58,9 +58,10 @@ def test_a_value_is_answered_in_the_asked_dtype(http: httpx.Client, dtype: str, 
 
 def test_there_is_no_mean_without_weights(http: httpx.Client) -> None:
     name = create(http)
-    for _ in range(2):
-        problem = assert_problem(get(http, name, reduce="mean"), 409, "nothing_to_average", name, "zero")
-        assert problem["buffer"] == name
+    for words in (f"Nothing was added to '{name}' yet", f"The weights in '{name}' sum to zero"):
+        for answer in (get(http, name, reduce="mean"), post(http, name, "take", reduce="mean")):
+            problem = assert_problem(answer, 409, "nothing_to_average", f"{words}: there is no mean")
+            assert problem["buffer"] == name
         add(http, name, [1, 2], weight=2)
         add(http, name, [1, 2], weight=-2)
     assert value(http, name) == [0, 0]

@@ -17,6 +17,7 @@ from service.api.http.offload import INLINE_LOOKUPS, INLINE_TEXT_BYTES
 from service.buffers.lives import check_life, of_this_life
 from service.buffers.perform import Outcome
 from service.buffers.record import Receipt
+from service.buffers.steps import no_mean
 from service.buffers.store import Store
 from service.codecs import json as json_codec
 from service.codecs import safetensors
@@ -93,8 +94,7 @@ def _reduced(
     weights = {name: receipts[name]["weight"] if reduce == "mean" else 1.0 for name in values}
     for name, weight in weights.items():
         if not weight:
-            problem = f"The weights in {name!r} sum to zero: there is no mean"
-            raise NothingToAverage(problem, buffer=name, receipt=receipts[name])
+            raise NothingToAverage(no_mean(name, receipts[name]["count"]), buffer=name, receipt=receipts[name])
     with np.errstate(all="ignore"):
         return {
             name: converted(value, DTYPES[dtype] if dtype else value.dtype, weights[name])
