@@ -172,6 +172,8 @@ class Application(FastAPI):
         methods = {*METHODS} if (call.method, call.path) == ("OPTIONS", "*") else {*self.table.methods(call.path)}
         if not methods:
             detail = f"There is nothing at {shown(call.path)}; /docs lists all paths"
+            if near := self.table.like(call.path):
+                detail += f". Did you mean {' or '.join(near)}?"
             if call.path.startswith("/v1/buffers/"):
                 detail += ". A buffer's name has no slash"
             return answer_error(call.path, NotFound(detail))

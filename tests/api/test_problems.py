@@ -206,6 +206,25 @@ def test_unknown_paths_and_methods_are_refused(client: httpx.Client) -> None:
     assert answer.headers["allow"] == "GET, HEAD, POST"
 
 
+NEAR = {
+    "/health": "/v2/health/live or /v2/health/ready",
+    "/healthz": "/v2/health/live or /v2/health/ready",
+    "/buffers": "/v1/buffers",
+    "/v1": "/v1/buffers",
+    "/v1/": "/v1/buffers",
+}
+
+
+@pytest.mark.parametrize("path", NEAR)
+def test_a_path_that_is_a_part_of_others_names_them(client: httpx.Client, path: str) -> None:
+    assert_problem(client.get(path), 404, "not_found", path, f"Did you mean {NEAR[path]}")
+
+
+def test_a_short_path_names_no_others(client: httpx.Client) -> None:
+    for path in ("/v", "/z", "/v/"):
+        assert "mean" not in assert_problem(client.get(path), 404, "not_found")["detail"]
+
+
 OPTIONS = {
     "/": ("GET, HEAD", None),
     "/v1/ops/ReluGrad": ("GET, HEAD, POST", None),

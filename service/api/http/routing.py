@@ -154,6 +154,11 @@ class Table:
                 return methods[method], fits.groupdict()
         return None
 
+    def like(self, path: str) -> list[str]:
+        """Return the paths without parameters that a GET reads and that this one is a part of: /health of others."""
+        part = path.rstrip("/z")
+        return sorted(one for one, methods in self._exact.items() if len(part) > 2 and part in one and "GET" in methods)
+
     def methods(self, path: str) -> Mapping[str, Endpoint]:
         """Return all endpoints of the path, by method."""
         endpoints = dict(self._exact.get(path, {}))
