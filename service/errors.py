@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from service.texts import cut as cut
+from service.texts import must as must
 from service.texts import shown as shown
 
 

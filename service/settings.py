@@ -19,6 +19,19 @@ def _octal(mode: str) -> str:
     return mode
 
 
+def _size(value: object) -> object:
+    """Return the bytes of a size with a unit: 1GB is 1000 MB, and 1GiB or 1G is 1024 MiB."""
+    found = re.fullmatch("([0-9]+)([kmgt])(i?b)?", value.lower()) if isinstance(value, str) else None
+    if found is None:
+        return value
+    number, unit, end = found.groups()
+    return int(number) * (1000 if end == "b" else 1024) ** ("kmgt".index(unit) + 1)
+
+
+Size = Annotated[int, BeforeValidator(_size)]
+PositiveSize = Annotated[PositiveInt, BeforeValidator(_size)]
+
+
 class Settings(BaseSettings):
     """The server's settings. An invalid value stops the start with a message that names the variable."""
 
@@ -77,7 +90,7 @@ class Settings(BaseSettings):
         description="When an add is answered, with PostgreSQL: once its primary has it on the disk (local), or its"
         " synchronous standby, too (replicated).",
     )
-    store_bytes: PositiveInt = Field(
+    store_bytes: PositiveSize = Field(
         64 << 30, le=1 << 60, description="Bytes that the store may hold, at most. Disk space is taken only as needed."
     )
     idempotency_seconds: float = Field(
@@ -93,9 +106,11 @@ class Settings(BaseSettings):
         False,
         description="Offer Triton's extension system_shared_memory: clients on this machine keep tensors in /dev/shm.",
     )
-    max_body_bytes: PositiveInt = Field(256 << 20, description="Bytes of the largest request body.")
-    max_tensor_bytes: PositiveInt = Field(1 << 30, description="Bytes of the largest input or output tensor.")
-    max_inflated_bytes: PositiveInt = Field(
+    max_body_bytes: PositiveSize = Field(
+        256 << 20, description="Bytes of the largest request body. All sizes take units: 1GB, 64MiB, 512k."
+    )
+    max_tensor_bytes: PositiveSize = Field(1 << 30, description="Bytes of the largest input or output tensor.")
+    max_inflated_bytes: PositiveSize = Field(
         256 << 20, description="Bytes of the largest compressed request body, once it is decompressed."
     )
     max_tensors: PositiveInt = Field(
@@ -106,7 +121,7 @@ class Settings(BaseSettings):
     max_buffers: PositiveInt = Field(100_000, description="Buffers in one namespace, at most.")
     max_graphs: PositiveInt = Field(1000, description="Graphs in one namespace, at most.")
     max_graph_nodes: PositiveInt = Field(20_000, description="Nodes of a graph, at most.")
-    max_bytes_in_flight: PositiveInt = Field(
+    max_bytes_in_flight: PositiveSize = Field(
         1 << 30, description="Bytes that requests hold in each process, at most. Beyond this, large requests get 429."
     )
     max_waiting: PositiveInt = Field(
@@ -121,10 +136,10 @@ class Settings(BaseSettings):
         description="Seconds that a connection may be silent: between requests, in a request's head, or while its"
         " client reads nothing of an answer.",
     )
-    reuse_bytes: int = Field(
+    reuse_bytes: Size = Field(
         256 << 20, ge=0, description="Bytes of freed memory that each process keeps for later requests."
     )
-    graph_cache_bytes: int = Field(
+    graph_cache_bytes: Size = Field(
         512 << 20,
         ge=0,
         description="Bytes of planned graphs, and of parameters that have not changed, that each process keeps.",

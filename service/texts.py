@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 
 MAX_SHOWN_CHARACTERS = 80
@@ -46,3 +47,16 @@ def _joined(texts: Iterable[str]) -> str:
         if len(joined) > MAX_SHOWN_CHARACTERS:
             break
     return joined
+
+
+def must(name: str, message: str, value: object) -> str:
+    """Return pydantic's message about a value of this name as a sentence of ours.
+
+    >>> must("axis", "Input should be a valid integer, unable to parse string as an integer", "last")
+    "axis is 'last', but must be an integer"
+    """
+    _, should, rest = message.partition(" should ")
+    if not should:
+        return f"{name}: {message}, but is {shown(value)}"
+    rest = re.sub(", (unable to|got a) .*", "", rest).replace("a valid integer", "an integer").replace("a valid ", "a ")
+    return f"{name} is {shown(value)}, but must {rest}"

@@ -51,7 +51,7 @@ def test_settings_hides_the_password_of_the_database(
         ("PORT", "http"),
         ("THREADS", "0"),
         ("WORKERS", "257"),
-        ("MAX_BODY_BYTES", "1 GB"),
+        ("MAX_BODY_BYTES", "1XB"),
         ("STORE_BYTES", "9" * 21),
         ("IDEMPOTENCY_SECONDS", "inf"),
         ("REQUEST_TIMEOUT", "nan"),
@@ -63,8 +63,20 @@ def test_a_bad_setting_is_named(
     monkeypatch.setenv(f"GRADSERVE_{name}", value)
     assert main(["serve"]) == 2
     message = capsys.readouterr().err
-    assert f"GRADSERVE_{name} is '{value}': " in message
+    assert f"GRADSERVE_{name} is '{value}', but must be " in message
+    assert "valid" not in message
     assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1GB", 10**9), ("64MiB", 64 << 20), ("512k", 512 << 10), ("2t", 2 << 40), ("3Kb", 3000), ("7", 7)],
+)
+def test_a_size_has_units(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADSERVE_MAX_BODY_BYTES", text)
+    monkeypatch.setenv("GRADSERVE_REUSE_BYTES", text)
+    settings = Settings()
+    assert settings.max_body_bytes == settings.reuse_bytes == size
 
 
 def test_an_option_overrides_the_environment(

@@ -19,7 +19,7 @@ from service.buffers.url import check_url, forget, path_of, without_password
 from service.commands import preflight
 from service.commands.keys import add_key_commands
 from service.commands.preflight import UsageError
-from service.errors import GradserveError, StoreFailed, shown
+from service.errors import GradserveError, StoreFailed, must, shown
 from service.host.system import keep_freed_memory
 from service.host.tcp import AddressInvalid
 from service.kernels import OPERATORS
@@ -135,7 +135,7 @@ def _settings_from(options: argparse.Namespace) -> Settings:
 def _faults(invalid: ValidationError) -> list[str]:
     """Return one line for each invalid setting."""
     return [
-        f"GRADSERVE_{'_'.join(map(str, error['loc'])).upper()} is {error['input']!r}: {error['msg']}"
+        must(f"GRADSERVE_{'_'.join(map(str, error['loc'])).upper()}", error["msg"], error["input"])
         for error in invalid.errors()
         if error["type"] != "default_factory_not_called"  # the setting that the default depends on has its own line
     ]

@@ -343,8 +343,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "an attribute's list": case(
         400,
-        "activations: ",
-        "but is 1",
+        "activations is 1, but must be a string",
         path="/v2/models/GRUTraining/infer",
         json={
             "inputs": [{**listed(name, [1.0]), "shape": [1, 1, 1]} for name in ("X", "W", "R")],

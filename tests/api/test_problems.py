@@ -70,7 +70,12 @@ CASES: dict[str, Mistake] = {
         413, "body_too_large", "decompressed", "2097152", content=gzip.compress(bytes(3 << 20)), headers=GZIP
     ),
     "attribute": case(
-        422, "invalid_parameter", "axis", "integer", "'1.5'", op="SoftmaxGrad", json={}, params={"axis": "1.5"}
+        422,
+        "invalid_parameter",
+        "axis is '1.5', but must be an integer",
+        op="SoftmaxGrad",
+        json={},
+        params={"axis": "1.5"},
     ),
     "encoding": case(422, "invalid_parameter", "'list' or 'base64'", "'hex'", json={}, params={"encoding": "hex"}),
     "parameter twice": case(

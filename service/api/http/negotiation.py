@@ -13,7 +13,7 @@ from service.api.http.body import CODINGS
 from service.api.http.call import Call
 from service.codecs import json as json_codec
 from service.codecs import safetensors
-from service.errors import Invalid, InvalidParameter, NotAcceptable, UnknownParameter, UnsupportedMediaType, shown
+from service.errors import Invalid, InvalidParameter, NotAcceptable, UnknownParameter, UnsupportedMediaType, must, shown
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -135,7 +135,4 @@ def invalid_parameter(error: Mapping[str, Any], kind: str = "query parameter", k
         return UnknownParameter(f"The {kind} {shown(name)} is unknown{others}", parameter=name)
     if error["type"] == "missing":
         return InvalidParameter(f"The {kind} {name} is missing", parameter=name)
-    message = f"{name}: {error['msg']}"
-    if "input" in error:
-        message += f", but is {shown(error['input'])}"
-    return InvalidParameter(message, parameter=name)
+    return InvalidParameter(must(name, error["msg"], error["input"]), parameter=name)

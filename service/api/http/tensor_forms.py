@@ -15,7 +15,7 @@ from typing_extensions import TypeAliasType
 
 from service.codecs import json as json_codec
 from service.dtypes import DTYPES, Array, Kind
-from service.errors import InvalidTensor, shown
+from service.errors import InvalidTensor, must
 
 _ABSENT: Any = object()
 
@@ -53,8 +53,8 @@ def _envelope(name: str, members: dict[str, Any]) -> Envelope:
     except ValidationError as invalid:
         error = invalid.errors(include_url=False, include_context=False)[0]
         place = ".".join([name, *map(str, error["loc"])])
-        actual = f", but is {shown(error['input'])}" if error["loc"] else ""
-        raise InvalidTensor(f"{place}: {error['msg']}{actual}", tensor=name) from None
+        problem = must(place, error["msg"], error["input"]) if error["loc"] else f"{place}: {error['msg']}"
+        raise InvalidTensor(problem, tensor=name) from None
 
 
 def read_tensor(document: json_codec.Document, name: str, value: Any, default: str) -> Array:
