@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from service.api import openapi
+from service.api.buffers.chosen import name_like
 from service.api.dashboard.history import History
 from service.api.http.admission import SMALL_BYTES, Admission
 from service.api.http.answer import Answer
@@ -135,6 +136,7 @@ class Application(FastAPI):
                 self._hold(call, endpoint, answer)
             return answer
         except GradserveError as error:
+            await name_like(call, error)
             if call.graph is not None:
                 error.context["graph"] = call.graph
             elif call.operator is not None:

@@ -67,6 +67,21 @@ def people(locked: str, secrets: dict[str, str]) -> Iterator[dict[str, httpx.Cli
         one.close()
 
 
+def test_a_mistyped_name_gets_one_of_the_namespace_that_the_key_may_read(people: dict[str, httpx.Client]) -> None:
+    names = ["layer.weight", *(f"other{number}" for number in range(70))]
+    people["ann"].post("/v1/buffers/create", json={"buffers": {name: {"shape": [2]} for name in names}})
+    for mistyped in ("layer.wieght", "layr.weight", "layer_weight"):
+        problem = assert_problem(people["anna"].get(f"/v1/buffers/{mistyped}"), 404, "unknown_buffer")
+        assert problem["detail"].endswith("creates one. Did you mean 'layer.weight'?")
+    for name in ("layer.bias", "w"):
+        assert "mean" not in people["ann"].get(f"/v1/buffers/{name}").json()["detail"]
+    assert "mean" not in people["bob"].get("/v1/buffers/layer.wieght").json()["detail"], "another namespace"
+    people["bob"].put("/v1/buffers/layer.weight", json={"shape": [2]})
+    for name, hint in (("writer", False), ("bob", True)):
+        answer = people[name].post("/v1/buffers/layer.wieght/accumulate", json=ADD)
+        assert ("Did you mean" in assert_problem(answer, 404, "unknown_buffer")["detail"]) == hint
+
+
 PATHS = ["/v1/ops", "/v1/buffers", "/v1/buffers/a/value", "/v2", "/v2/models/ReluGrad", "/nothing", "/metrics"]
 
 

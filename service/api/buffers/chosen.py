@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from service.api.buffers.models import MAX_NAMES_BYTES, Names
@@ -16,15 +18,38 @@ from service.buffers.changes import Change
 from service.buffers.names import check_name
 from service.buffers.perform import Outcome, Wide
 from service.buffers.record import unknown_prefix
-from service.errors import Invalid, TooManyTensors, UnknownBuffer, shown
+from service.errors import GradserveError, Invalid, TooManyTensors, UnknownBuffer, shown
 
 R = TypeVar("R")
 
 INLINE_NAMES_BYTES = 1 << 12
 """Bytes of names that the event loop reads itself: at most a thousand names, which take a millisecond."""
 
+MAX_COMPARED = 64
+"""Names of buffers that are compared with one that no buffer has."""
+
+MIN_SIMILARITY = 0.75
+"""The part of their ends that two names share, at least, for one to be a slip for the other."""
+
 MAX_LISTINGS = 10
 """Listings of the buffers of a prefix before a request fails because a listed buffer was deleted meanwhile."""
+
+
+async def name_like(call: Call, error: GradserveError) -> None:
+    """Let `UnknownBuffer` name a buffer that the client may mean, of a few whose names begin as the given one does."""
+    name = str(error.context.get("buffer", ""))
+
+    def near() -> list[str]:
+        start = name[: name.rfind(".") + 1]
+        found = call.store.names(start, MAX_COMPARED)
+        start, found = (start, found) if found else ("", call.store.names(name[:2], MAX_COMPARED))
+        tails = {each.removeprefix(start): each for each in found}
+        return [tails[tail] for tail in difflib.get_close_matches(name.removeprefix(start), tails, 1, MIN_SIMILARITY)]
+
+    if isinstance(error, UnknownBuffer) and name and "buffers:read" in call.caller.scopes:
+        with suppress(GradserveError):  # the first error is the one to answer
+            if names := await call.offload(False, near):
+                error.detail += f". Did you mean {names[0]!r}?"
 
 
 def check_not_empty(names: Sequence[object], prefix: str | None) -> None:
