@@ -307,6 +307,8 @@ def test_watch_prints_lines_or_a_table(call: Call, server: Client, monkeypatch: 
         ("buffers add there", 1, "file_error"),
         ("--url ftp://nowhere ops", 5, "invalid_input"),
         ("buffers add there missing.npy", 1, "file_error"),
+        ("run ReluGrad missing.npz", 1, "file_error"),
+        ("run ReluGradd missing.npz", 3, "unknown_operator"),
         ("buffers get there -o nowhere/x.npy", 1, "file_error"),
         ("--timeout 0.2 --url http://127.0.0.1:9 ops", 6, "connection_failed"),
     ],

@@ -38,7 +38,7 @@ ERRORS = {
     "add w g.npy --weight nan": "--weight is ",
     "add w g.npy --contributor=": "--contributor is '', but must be",
     "add w g.npy --key=": "--key is ''",
-    "show nowhere": "There is no buffer 'nowhere'",
+    "show nowhere": "There is no buffer 'nowhere'; gradserve-client buffers create nowhere SHAPE creates one",
 }
 """Mistaken commands about buffers, and what their errors say."""
 

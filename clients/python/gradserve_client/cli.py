@@ -97,7 +97,8 @@ def _sorted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _report(error: GradserveError, as_json: bool) -> int:
     """Print the error, and return the exit code."""
-    error.detail = _in_options(error)
+    create = f"gradserve-client buffers create {error.context.get('buffer')} SHAPE"
+    error.detail = _in_options(error).replace("PUT /v1/buffers/{name} creates", f"{create} creates")
     code = error.code or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
     sys.stderr.write((_as_json if as_json else _as_line)(error, code) + "\n")
     if code == INTERRUPTED:

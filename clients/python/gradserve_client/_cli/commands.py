@@ -153,8 +153,12 @@ def run(
         values.setdefault(name, []).append(value)
     buffers = {name: BufferName(buffer) for name, buffer in pairs("--from", ":", sources)}
     targets = dict(pairs("--into", ":", into))
-    tensors = {} if file is None else files.read_all(file)
     with session.server() as server, files.writing(output) as write:
+        try:
+            tensors = {} if file is None else files.read_all(file)
+        except OSError:
+            _find(op, server.run(calls.operators()))  # a wrong name comes before a wrong file
+            raise
         call = calls.run(
             op,
             {**tensors, **buffers},
