@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from service.api.http.descriptors import MAX_DESCRIPTORS
 
+from service.api.http.descriptors import MAX_DESCRIPTORS
 from service.settings import VARIABLES, Settings
 from tests.commands import helps
 

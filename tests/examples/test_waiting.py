@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from tests.documentation import ROOT, blocks
-from tests.examples.test_graphs import FOLDER, PATIENCE
+from tests.examples.test_graphs import FOLDER
+from tests.faults.servers import PATIENCE
 from tests.ports import free_port
 from tests.serving import serving
 

@@ -157,7 +157,8 @@ def run(
         try:
             tensors = {} if file is None else files.read_all(file)
         except OSError:
-            _find(op, server.run(calls.operators()))  # a wrong name comes before a wrong file
+            known = server.run(calls.operators())
+            _find(op, known)  # a wrong name comes before a wrong file
             raise
         call = calls.run(
             op,
