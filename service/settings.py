@@ -21,15 +21,11 @@ def _octal(mode: str) -> str:
 
 def _size(value: object) -> object:
     """Return the bytes of a size with a unit: 1GB is 1000 MB, and 1GiB or 1G is 1024 MiB."""
-    found = re.fullmatch("([0-9]+)([kmgt])(i?b)?", value.lower()) if isinstance(value, str) else None
-    if found is None:
-        return value
-    number, unit, end = found.groups()
-    return int(number) * (1000 if end == "b" else 1024) ** ("kmgt".index(unit) + 1)
+    found = re.fullmatch("([0-9]+)([kmgt])(i?b)?", str(value).lower())
+    return int(found[1]) * (1000 if found[3] == "b" else 1024) ** ("kmgt".index(found[2]) + 1) if found else value
 
 
 Size = Annotated[int, BeforeValidator(_size)]
-PositiveSize = Annotated[PositiveInt, BeforeValidator(_size)]
 
 
 class Settings(BaseSettings):
@@ -90,8 +86,8 @@ class Settings(BaseSettings):
         description="When an add is answered, with PostgreSQL: once its primary has it on the disk (local), or its"
         " synchronous standby, too (replicated).",
     )
-    store_bytes: PositiveSize = Field(
-        64 << 30, le=1 << 60, description="Bytes that the store may hold, at most. Disk space is taken only as needed."
+    store_bytes: Size = Field(
+        64 << 30, gt=0, le=1 << 60, description="Bytes that the store may hold, at most. Disk space is taken as needed."
     )
     idempotency_seconds: float = Field(
         24 * 3600,
@@ -106,12 +102,10 @@ class Settings(BaseSettings):
         False,
         description="Offer Triton's extension system_shared_memory: clients on this machine keep tensors in /dev/shm.",
     )
-    max_body_bytes: PositiveSize = Field(
-        256 << 20, description="Bytes of the largest request body. All sizes take units: 1GB, 64MiB, 512k."
-    )
-    max_tensor_bytes: PositiveSize = Field(1 << 30, description="Bytes of the largest input or output tensor.")
-    max_inflated_bytes: PositiveSize = Field(
-        256 << 20, description="Bytes of the largest compressed request body, once it is decompressed."
+    max_body_bytes: Size = Field(256 << 20, gt=0, description="Bytes of the largest request body, as 1GB or 64MiB.")
+    max_tensor_bytes: Size = Field(1 << 30, gt=0, description="Bytes of the largest input or output tensor.")
+    max_inflated_bytes: Size = Field(
+        256 << 20, gt=0, description="Bytes of the largest compressed request body, once it is decompressed."
     )
     max_tensors: PositiveInt = Field(
         1 << 14, description="Tensors in a request or a push, and buffers that it changes, at most."
@@ -121,8 +115,8 @@ class Settings(BaseSettings):
     max_buffers: PositiveInt = Field(100_000, description="Buffers in one namespace, at most.")
     max_graphs: PositiveInt = Field(1000, description="Graphs in one namespace, at most.")
     max_graph_nodes: PositiveInt = Field(20_000, description="Nodes of a graph, at most.")
-    max_bytes_in_flight: PositiveSize = Field(
-        1 << 30, description="Bytes that requests hold in each process, at most. Beyond this, large requests get 429."
+    max_bytes_in_flight: Size = Field(
+        1 << 30, gt=0, description="Bytes that requests hold in each process, at most. Beyond, large requests get 429."
     )
     max_waiting: PositiveInt = Field(
         256, description="Requests of a namespace that wait for a thread in each process, at most; more get 429."
@@ -140,9 +134,7 @@ class Settings(BaseSettings):
         256 << 20, ge=0, description="Bytes of freed memory that each process keeps for later requests."
     )
     graph_cache_bytes: Size = Field(
-        512 << 20,
-        ge=0,
-        description="Bytes of planned graphs, and of parameters that have not changed, that each process keeps.",
+        512 << 20, ge=0, description="Bytes of planned graphs, and of unchanged parameters, that each process keeps."
     )
     access_log: bool = Field(False, description="Log one line per request.")
     log_format: Annotated[Literal["text", "json"], BeforeValidator(str.lower)] = Field(

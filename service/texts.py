@@ -50,13 +50,7 @@ def _joined(texts: Iterable[str]) -> str:
 
 
 def must(name: str, message: str, value: object) -> str:
-    """Return pydantic's message about a value of this name as a sentence of ours.
-
-    >>> must("axis", "Input should be a valid integer, unable to parse string as an integer", "last")
-    "axis is 'last', but must be an integer"
-    """
+    """Return pydantic's message about a value in our words: axis is 'last', but must be an integer."""
     _, should, rest = message.partition(" should ")
-    if not should:
-        return f"{name}: {message}, but is {shown(value)}"
-    rest = re.sub(", (unable to|got a) .*", "", rest).replace("a valid integer", "an integer").replace("a valid ", "a ")
-    return f"{name} is {shown(value)}, but must {rest}"
+    rest = re.sub(", (unable to|got a) .*| valid(?= )", "", rest).replace("a integer", "an integer")
+    return f"{name} is {shown(value)}, but must {rest}" if should else f"{name}: {message}, but is {shown(value)}"

@@ -95,5 +95,4 @@ def described(missing: Sequence[str] | None) -> str:
 
 def no_mean(name: str, count: int) -> str:
     """Return why a buffer with this count, whose weight is zero, has no mean."""
-    fault = f"The weights in {name!r} sum to zero" if count else f"Nothing was added to {name!r} yet"
-    return f"{fault}: there is no mean"
+    return f"{'The weights in' if count else 'Nothing was added to'} {name!r} {'sum to zero' if count else 'yet'}"

@@ -256,15 +256,13 @@ def _checked(name: str, expected: Value, array: Array, *, is_input: bool) -> Arr
         array = array.astype(INT64)
     if array.dtype != expected.dtype:
         raise DtypeMismatch(f"{name} is {array.dtype}, but must be {NAMES[expected.dtype]}", tensor=name)
-    if expected.shape is None:
-        return array
-    fits = [length in (None, given) for length, given in zip(expected.shape, array.shape, strict=False)]
-    if len(array.shape) != len(expected.shape) or not all(fits):
-        problem = f"{name} has shape {shown([*array.shape])}, but must have {shown([*expected.shape])}"
-        problem += ", where null is any length" * (None in expected.shape)
-        if is_input and len(fits) == len(array.shape) == len(expected.shape) and not fits[0] and all(fits[1:]):
-            problem += f": the model was exported for batches of {expected.shape[0]}, without dynamic_axes"
-            problem += " (dynamo=False) or dynamic_shapes (dynamo=True)"
+    shape = array.shape if expected.shape is None else expected.shape
+    fits = [length in (None, given) for length, given in zip(shape, array.shape, strict=False)]
+    if len(array.shape) != len(shape) or not all(fits):
+        problem = f"{name} has shape {shown([*array.shape])}, but must have {shown([*shape])}"
+        problem += ", where null is any length" * (None in shape)
+        if is_input and len(array.shape) == len(shape) and all(fits[1:]):
+            problem += f": the model was exported for batches of {shape[0]}, without dynamic_axes or dynamic_shapes"
         raise ShapeMismatch(problem, tensor=name)
     return array
 

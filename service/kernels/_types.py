@@ -121,9 +121,8 @@ def check_dtypes(given: Iterable[tuple[str, Tensor, DType]]) -> None:
     bound: dict[str, tuple[str, DType]] = {}
     for name, expected, dtype in given:
         if dtypes.NAMES.get(dtype) not in expected.kind.dtypes:
-            known = expected.kind.dtypes
-            wanted = f"{'one of ' * (len(known) > 1)}{', '.join(known)}"
-            raise DtypeMismatch(f"{name} is {dtype}, but must be {wanted}", tensor=name)
+            known = ", ".join(expected.kind.dtypes)
+            raise DtypeMismatch(f"{name} is {dtype}, but must be {'one of ' * (', ' in known)}{known}", tensor=name)
         if expected.variable is None:
             continue
         first, common = bound.setdefault(expected.variable, (name, dtype))

@@ -25,12 +25,6 @@ R = TypeVar("R")
 INLINE_NAMES_BYTES = 1 << 12
 """Bytes of names that the event loop reads itself: at most a thousand names, which take a millisecond."""
 
-MAX_COMPARED = 64
-"""Names of buffers that are compared with one that no buffer has."""
-
-MIN_SIMILARITY = 0.75
-"""The part of their ends that two names share, at least, for one to be a slip for the other."""
-
 MAX_LISTINGS = 10
 """Listings of the buffers of a prefix before a request fails because a listed buffer was deleted meanwhile."""
 
@@ -40,16 +34,13 @@ async def name_like(call: Call, error: GradserveError) -> None:
     name = str(error.context.get("buffer", ""))
 
     def near() -> list[str]:
-        start = name[: name.rfind(".") + 1]
-        found = call.store.names(start, MAX_COMPARED)
-        start, found = (start, found) if found else ("", call.store.names(name[:2], MAX_COMPARED))
-        tails = {each.removeprefix(start): each for each in found}
-        return [tails[tail] for tail in difflib.get_close_matches(name.removeprefix(start), tails, 1, MIN_SIMILARITY)]
+        found = call.store.names(name[: name.rfind(".") + 1], 64) or call.store.names(name[:2], 64)
+        return difflib.get_close_matches(name, found, 1, 0.8)
 
     if isinstance(error, UnknownBuffer) and name and "buffers:read" in call.caller.scopes:
         with suppress(GradserveError):  # the first error is the one to answer
-            if names := await call.offload(False, near):
-                error.detail += f". Did you mean {names[0]!r}?"
+            for like in await call.offload(False, near):
+                error.detail += f". Did you mean {like!r}?"
 
 
 def check_not_empty(names: Sequence[object], prefix: str | None) -> None:

@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
-from service.api.buffers.models import AccumulateQuery
 from service.api.buffers.request import Received
 from service.api.http.answer import JSON
 from service.api.http.body import header_of, is_quick
 from service.api.http.call import Call
-from service.api.http.negotiation import parameters_of
 from service.api.http.offload import INLINE_LOOKUPS
 from service.api.http.tensor_forms import read_tensor
 from service.buffers.changes import Add
@@ -140,9 +138,8 @@ def _wrong_dtype(name: str, tensor: Array, kind: Kind) -> DtypeMismatch:
 
 def only_gradient(tensors: Gradients) -> Array | Rows:
     """Return the tensor `gradient`. Raises `UnknownTensor` for another name, and `MissingTensor`."""
-    for name in tensors:
-        value = tensors[name]
-        if name in parameters_of(AccumulateQuery) and not isinstance(value, Rows) and value.size == 1:
+    for name, value in tensors.items():
+        if name in ("weight", "step") and not isinstance(value, Rows) and value.size == 1:
             raise UnknownTensor(f"{name} goes into the query: ?{name}={float(value.item()):g}", tensor=name)
         if name != "gradient":
             raise UnknownTensor(f"{shown(name)} is unknown: this request takes the tensor gradient", tensor=name)

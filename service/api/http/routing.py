@@ -155,9 +155,8 @@ class Table:
         return None
 
     def like(self, path: str) -> list[str]:
-        """Return the paths without parameters that a GET reads and that this one is a part of: /health of others."""
-        part = path.rstrip("/z")
-        return sorted(one for one, methods in self._exact.items() if len(part) > 2 and part in one and "GET" in methods)
+        """Return the first paths that a GET reads and that this one is a part of: /health of others."""
+        return sorted(one for one, by in self._exact.items() if path.rstrip("/z") in one and "GET" in by)[:2]
 
     def methods(self, path: str) -> Mapping[str, Endpoint]:
         """Return all endpoints of the path, by method."""
