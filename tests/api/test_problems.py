@@ -217,7 +217,6 @@ NEAR = {
     "/buffers": "/v1/buffers",
     "/v1": "/v1/buffers or ",
     "/v1/": "/v1/buffers or ",
-    "//": "/ or /docs?",
 }
 
 
