@@ -97,13 +97,14 @@ class Buffer:
     def metadata(self, name: str) -> dict[str, Any]:
         expected, missing = self.spec.contributors, self.missing()
         named = {"name": name, "shape": list(self.spec.shape), "dtype": NAMES[self.spec.dtype]}
-        named |= {"run": None, "life": None}
         rules = {rule: getattr(self.spec, rule) for rule in ("nonfinite", "keep", *RULES)}
         numbers = {"step": self.step, "version": self.version, "count": self.count, "weight": self.weight}
         times = {"created_at": self.created, "updated_at": self.updated, "expires_at": self.expires}
         return {
             **named,
             **rules,
+            "run": None,
+            "life": None,
             "contributors": None if expected is None else [*expected],
             **numbers,
             **times,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from importlib.metadata import version
 
-from service import __version__
 from service.api.http.call import ANYONE, Call, Caller, unix_path
 from service.api.http.routing import Access
 from service.errors import Forbidden, OldClient, Unauthorized, shown
@@ -39,7 +39,7 @@ def authorize(call: Call, access: Access, keys: KeyFile | None, hosts: re.Patter
     agent = call.headers.get(b"user-agent")
     if agent is not None and agent.startswith(_OLD_CLIENTS):
         raise OldClient(
-            f"This client is {shown(agent.decode('latin-1'))}, but gradserve {__version__} speaks with versions from"
+            f"This client is {shown(agent.decode('latin-1'))}, but gradserve {version('gradserve')} speaks with versions from"
             " 0.4.0 on: pip install --upgrade gradserve-client"
         )
     if keys is None:
