@@ -29,7 +29,7 @@ from tests.commands import helps
 from tests.documentation import DOCUMENTS, README, ROOT, TABLES, Block, blocks, rendered, tables
 from tests.ports import free_port
 from tests.serving import serving
-from tests.trainers import is_trainer, trained, with_length
+from tests.trainers import is_trainer, script, trained, with_length
 
 MAX_README_BYTES = 8192
 """The README's limit of bytes: a newcomer reads it in five minutes."""
@@ -191,12 +191,17 @@ def test_every_cell_of_the_comparison_has_a_source() -> None:
     """Each of the README's table: a section for each system, with an answer and a source for each criterion."""
     rows = re.findall(r"^\|(.+)\|$", README.read_text().partition("## Why not")[2].partition("\n## ")[0], re.MULTILINE)
     systems, criteria = [name.strip() for name in rows[0].split("|")[1:]], len(rows) - 2
-    assert {"Redis", "torch.distributed", "Horovod elastic", "Flower", "Triton"} < set(systems)
+    wanted = {"Redis", "torch.distributed", "torchft", "Hivemind", "Tinker's API", "Flower", "NVFlare", "Triton"}
+    assert wanted < set(systems)
     sections = TEXTS["docs/comparison.md"].split("\n## ")
     for system in systems:
         (section,) = (text for text in sections if text.startswith(system))
         answers = re.findall(r"^\| [^|]+ \| [^|]+ \| [^|\s][^|]* \|$", section, re.MULTILINE)[1:]
         assert len(answers) == section.count("\n|") - 2 >= criteria, system
+
+
+def test_the_readmes_program_is_the_example() -> None:
+    assert script() == (ROOT / "examples" / "train.py").read_text()
 
 
 def test_the_readme_and_the_paths_are_short() -> None:

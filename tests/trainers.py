@@ -16,12 +16,9 @@ SECONDS = 100
 """Seconds that a worker may take: some, but its machine may be busy."""
 
 
-_LENGTH = re.compile(r"^STEPS, RATE, PAUSE = .*$", re.MULTILINE)
-
-
 def with_length(code: str, steps: int, rate: float) -> str:
-    """Return the code with these steps at this rate, without pauses: readers look at its training for minutes."""
-    return _LENGTH.sub(f"STEPS, RATE, PAUSE = {steps}, {rate}, 0", code)
+    """Return the code with these steps at this rate: readers look at its training for minutes."""
+    return re.sub(r"lr=[\d.]+", f"lr={rate}", re.sub(r"step < \w+", f"step < {steps}", code))
 
 
 def is_trainer(code: str) -> bool:
@@ -67,11 +64,16 @@ class Trainer:
         return self.printed()
 
 
+def last(printed: str) -> str:
+    """Return what a worker has printed without the lines of its progress."""
+    return re.sub(r"^step .*\n", "", printed, flags=re.MULTILINE)
+
+
 def trained(code: str, directory: Path, workers: int) -> str:
-    """Return what all workers print, in the order of their ranks."""
+    """Return what all workers print in the end, in the order of their ranks."""
     started = [Trainer(code, directory, rank, workers) for rank in range(workers)]
     try:
-        return "".join(trainer.ends() for trainer in started)
+        return "".join(last(trainer.ends()) for trainer in started)
     finally:
         for trainer in started:
             trainer.process.kill()

@@ -1,13 +1,15 @@
-"""Make docs/images/training.gif again, a minute of a real training in ten seconds: python -m tests.dashboard.movie.
+"""Make docs/images/training.gif again, minutes of a real training in ten seconds: python -m tests.dashboard.movie.
 
-Three processes train. One is killed, and started again later. Above is the page in a browser. Below is a terminal with
-what is typed and what the processes print.
+Three processes run examples/train.py. One is killed, and started again once the others go on without it. Above is the
+page in a browser. Below is a terminal with what is typed and what the processes print.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +19,11 @@ from matplotlib import get_data_path
 from PIL import Image, ImageDraw, ImageFont
 from playwright.sync_api import Page, ViewportSize
 
-from tests.dashboard.screenshots import IMAGES, WORKERS, chromium, flattened, pixels, started
+from tests.dashboard.screenshots import IMAGES, ROOT, WORKERS, chromium, flattened, pixels
 from tests.serving import serving, wait_until
 
 PICTURE = IMAGES / "training.gif"
-START, RUN = "#/runs", "#/runs/digits"
+START, RUN = "#/runs", "#/runs/line"
 
 COMMAND = f"RANK={{}} WORLD_SIZE={WORKERS} python train.py"
 
@@ -85,9 +87,11 @@ class Worker(Pane):
         self.command = COMMAND.format(rank)
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, url: str) -> None:
+    def start(self) -> None:
+        given = {"RANK": str(self._rank), "WORLD_SIZE": str(WORKERS), "OMP_NUM_THREADS": "1"}
+        command, environment = [sys.executable, "train.py"], {**os.environ, **given}
         with self._path.open("a") as out:
-            self.process = started(url, self._folder, self._rank, out)
+            self.process = subprocess.Popen(command, cwd=self._folder, env=environment, stdout=out)
 
     def wait(self) -> None:
         """Return when the worker has ended a step since its start."""
@@ -154,7 +158,7 @@ def play(film: Film, page: Page, url: str, shell: Pane, workers: Sequence[Worker
     """Let three workers train, kill one, and start it again. The times while processes start are left out."""
     film.type({worker: worker.command for worker in workers})
     for worker in workers:
-        worker.start(url)
+        worker.start()
     for worker in workers:
         worker.wait()
     page.goto(f"{url}/{RUN}")
@@ -163,9 +167,9 @@ def play(film: Film, page: Page, url: str, shell: Pane, workers: Sequence[Worker
     assert lost.process
     film.type({shell: f"kill -9 {lost.process.pid}"})
     lost.kill()
-    film.watch(15, 2.4)
+    film.watch(15, 9.2)  # two minutes until the deadline, and some seconds behind it
     film.type({lost: lost.command})
-    lost.start(url)
+    lost.start()
     lost.wait()
     film.watch(13, 1)
 
@@ -175,6 +179,8 @@ def main() -> None:
         page = browser.new_page(viewport=WINDOW, device_scale_factor=SCALE, color_scheme="light")
         page.goto(f"{url}/{START}")
         page.wait_for_timeout(1000)
+        program = (ROOT / "examples" / "train.py").read_text()
+        Path(folder, "train.py").write_text(program.replace("http://127.0.0.1:8000", url))
         shell, workers = Pane(Path(folder, "shell")), [Worker(Path(folder), rank) for rank in range(WORKERS)]
         film = Film(page, shell, workers)
         try:

@@ -69,9 +69,10 @@ SHOTS = {
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """Yield Debian's Chromium."""
+    found = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium"))), None)
     options = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=options)
+        browser = playwright.chromium.launch(executable_path=found, args=options)
         yield browser
         browser.close()
 
