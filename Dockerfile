@@ -18,7 +18,9 @@ FROM ${BASE}
 ARG VERSION=0.4.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="gradserve" \
-      org.opencontainers.image.description="Gradient kernels and gradient accumulation as an HTTP service" \
+      org.opencontainers.image.description="Counts every gradient once while workers die, lag and join: gradient accumulation, kernels and ONNX training over HTTP" \
+      org.opencontainers.image.url="https://github.com/gradserve/gradserve" \
+      org.opencontainers.image.documentation="https://github.com/gradserve/gradserve/tree/main/docs" \
       org.opencontainers.image.source="https://github.com/gradserve/gradserve" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION" \

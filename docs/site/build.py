@@ -1,4 +1,4 @@
-"""The pages of `make site` from outside docs/."""
+"""The pages of `make site` from outside docs/, and its first page: the first screen of the README."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 
 ADDED = {
-    "README.md": "index.md",
+    "README.md": "overview.md",
     "clients/python/README.md": "client.md",
     "examples/README.md": "examples.md",
     "benchmarks/README.md": "benchmarks.md",
@@ -25,14 +25,27 @@ ADDED = {
     "deploy/alerts.yml": "alerts.yml",
     "deploy/grafana.json": "grafana.json",
     "examples/quickstart.ipynb": "quickstart.ipynb",
+    "examples/train.py": "train.py",
+    "service/api/dashboard/page/icon.svg": "icon.svg",
 }
 """Files from outside docs/, and their places on the site. Every document that is linked to is here or in docs/."""
+
+FRONT = "---\nhide: [toc]\n---\n\n"
+
+BUTTONS = """
+[Start](overview.md#train){ .md-button .md-button--primary }
+[Why not something else?](overview.md#why-not-something-else){ .md-button }
+"""
+"""They stand above the picture of the first page."""
 
 _LINK = re.compile(r"\]\(([^)\s#]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages from outside docs/."""
+    """Add the first page, and the pages from outside docs/."""
+    screen = (ROOT / "README.md").read_text().partition("\n## Start\n")[0]
+    screen = screen.replace("](#", "](overview.md#").replace("\n![", f"{BUTTONS}\n![", 1)
+    files.append(File.generated(config, "index.md", content=FRONT + screen))
     for path, place in ADDED.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
     return files
@@ -40,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead links between files to where these files are on the site."""
-    folder = Path(str(page.file.abs_src_path)).parent
+    folder = Path(page.file.abs_src_path).parent if page.file.abs_src_path else ROOT
 
     def moved(match: re.Match[str]) -> str:
         path = os.path.relpath(folder / match[1], ROOT)
