@@ -129,6 +129,25 @@ def test_one_worker_sends_its_parameters_and_buffers_to_all(url: str, run: str, 
     assert alike(models[2], models[1])
 
 
+def test_a_state_is_found_that_is_sent_while_another_worker_looks_for_it(
+    url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving() as second, Client([url, second]) as server:
+        for number in range(6):  # by its name, each second buffer would be on the other server
+            sender, receiver = (joined(Kinds(2.0), server, f"{run}-{number}", quorum=2, start="any") for _ in range(2))
+
+            def places(client: Client, prefix: str, sender: Any = sender) -> dict[str, str]:
+                monkeypatch.undo()
+                found = client.places(prefix)
+                sender.broadcast_parameters(send=True)
+                return found
+
+            monkeypatch.setattr(Client, "places", places)
+            with Client([url, second]) as other:
+                receiver._sent._server = other
+                receiver.broadcast_parameters(send=False)
+
+
 def test_a_late_worker_continues_with_the_others(server: Client, run: str) -> None:
     model, optimizers = net(), []
     first = joined(model, server, run, quorum=1)

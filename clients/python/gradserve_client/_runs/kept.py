@@ -116,9 +116,9 @@ class Kept:
 
     def _found(self) -> tuple[At, dict[str, tuple[int, int]]] | None:
         """Return the place of the newest state, and the closed step and the bytes of each of its buffers."""
-        if len(self._server.urls) > 1:
-            self._server.place(self._server.places(self._name))
         infos = {one.name: one for one in self._server.buffers.list(self._name)}
+        if len(self._server.urls) > 1:  # after the list: another worker may create them meanwhile
+            self._server.place(self._server.places(self._name))
         self._made = {*infos}
         last = infos.pop(self._name, None)
         if last is None or not last.closed_steps:
