@@ -371,7 +371,7 @@ def stubbed(connection: socket.socket, request: bytes) -> None:
         connection.sendall(b"HTTP/1.1 %d Said\r\nContent-Length: %d\r\n\r\n" % (status, len(body)))
         for start in range(0, len(body), at_once):
             connection.sendall(body[start : start + at_once])
-            time.sleep(0.3 * (at_once < len(body)))  # the server's slowness: there is nothing to wait for
+            time.sleep(0.5 * (at_once < len(body)))  # the server's slowness: there is nothing to wait for
 
     if request.startswith(b"GET /v1/buffers/slow/value"):
         answer(200, b"".join(encode({"value": np.arange(8, dtype=np.float32)})), at_once=16)
@@ -397,7 +397,7 @@ def test_the_key_and_options_anywhere(call: Call, stub: str) -> None:
 
 
 def test_a_transfer_that_moves_outlasts_the_timeout(call: Call, stub: str) -> None:
-    assert call(stub, "--timeout", "1.2", "buffers", "get", "slow", "--json").json["data"] == list(range(8))
+    assert call(stub, "--timeout", "3", "buffers", "get", "slow", "--json").json["data"] == list(range(8))
 
 
 def test_a_change_that_is_in_doubt_can_be_repeated(call: Call, stub: str) -> None:
