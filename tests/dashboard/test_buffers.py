@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -115,7 +114,7 @@ def test_the_numbers_are_those_of_the_api_while_gradients_come(
     shown = cells(page, "layer.weight")
     assert {name: shown[name] for name in wanted} == wanted
     known = http.get("/v1/buffers/layer.weight/statistics?closed=true").json()
-    shows(page, "layer.weight", "norm", f"{known['norm']:.4g}")
+    shows(page, "layer.weight", "norm", f"{known['norm'] / known['weight']:.4g}")
     shows(page, "layer.weight", "nonfinite", "0")
 
 
@@ -238,7 +237,7 @@ def test_each_column_sorts(open_page: Open, server: str, http: httpx.Client) -> 
         create(http, [name], quorum=2 + number)
         http.post(f"/v1/buffers/{name}/zero")
         for _ in range(number):
-            add(http, name, 1.5)
+            add(http, name, number)
     page = open_page(f"{server}#/buffers?list")
     expect(page.locator(".rows .row")).to_have_count(3)
     assert names(page) == ["w1", "w9", "w10"]
@@ -250,7 +249,7 @@ def test_each_column_sorts(open_page: Open, server: str, http: httpx.Client) -> 
         ("updated", ["w1", "w9", "w10"]),
     ]:
         head = page.get_by_role("columnheader", name=title)
-        shows(page, "w1", "norm", "3")
+        shows(page, "w1", "norm", "2")
         head.click()
         direction = "descending" if title in ("name", "weight", "norm") else "ascending"
         expect(head).to_have_attribute("aria-sort", direction)
@@ -305,19 +304,19 @@ def test_keys_walk_the_table(open_page: Open, server: str, http: httpx.Client) -
     assert page.locator(f"#{active} .c-name").get_attribute("title") == "a.x"
 
 
-def test_without_buffers_the_page_shows_how_to_make_one(open_page: Open, server: str) -> None:
+def test_without_runs_the_page_shows_a_training(open_page: Open, server: str, http: httpx.Client) -> None:
     page = open_page(server)
     lesson = page.locator(".lesson")
-    expect(lesson).to_contain_text("No buffers yet")
-    expect(lesson.get_by_role("button")).to_have_text(["Copy", "Copy"])
+    expect(lesson).to_contain_text("No runs yet")
     expect(lesson.get_by_role("link", name="the API")).to_have_attribute("href", "docs")
-    python, shell = (lesson.get_by_role("group", name=name).inner_text() for name in ("Python", "curl"))
+    python = lesson.get_by_role("group", name="Python").inner_text()
     exec(python, {})
-    expect(page.get_by_role("row", name="layer")).to_contain_text("waiting for 2 of 3")
+    line = page.get_by_role("row", name="line")
+    expect(line).to_contain_text("finished")
     page.get_by_role("navigation").get_by_role("link", name="Buffers").click()
-    shows(page, "layer.weight", "count", "1 of 3")
-    subprocess.run(["sh", "-ec", shell], check=True, capture_output=True, timeout=30)
-    shows(page, "layer.weight", "count", "2 of 3")
+    expect(page.locator('.c-name[title="line.loss"]')).to_be_visible()
+    http.delete("/v1/runs/line").raise_for_status()
+    expect(page.locator(".lesson")).to_contain_text("No buffers yet")
 
 
 def test_a_phone_shows_cards_and_scrolls_only_down(open_page: Open, server: str, http: httpx.Client) -> None:

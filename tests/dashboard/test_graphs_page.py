@@ -11,24 +11,39 @@ from playwright.sync_api import Route, expect
 
 from tests.api.models import linear
 from tests.dashboard.conftest import DESK, EVIL, LOOKS, Faults, Open, asked_by, findings
+from tests.dashboard.test_runs import age
 
 PARAMETERS = {"w": [[2], [3]], "b": [1]}
-RULES = {"quorum": 2, "contributors": ["ann", "bob"], "keep": 2}
+RULES: dict[str, Any] = {"quorum": 2, "contributors": ["ann", "bob"], "keep": 2}
 
 
 @pytest.fixture(scope="module")
 def run(server: str, http: httpx.Client) -> str:
-    """Return the URL of a server with a graph, and with a run of it: one step is closed, with a mean loss of 1.75."""
-    query = {"loss": "MSELoss", "set": "parameters:exp.1.p.*"}
+    """Return the URL of a server with a graph, and with a run of it: one step is closed, with a mean loss of 1.75.
+
+    The run has begun with a checkpoint of 1,000 steps.
+    """
+    life = joined(http, "exp.1")
+    query = {"loss": "MSELoss", "set": "parameters:exp.1.p.*", "life": life}
     http.put("/v1/graphs/net", content=linear(), params=query).raise_for_status()
-    gradients = {f"exp.1.g.{name}": {"shape": [2, 1] if name == "w" else [1], **RULES} for name in PARAMETERS}
-    buffers = {**gradients, "exp.1.loss": {"shape": [], **RULES}, "exp.1.::first": {"shape": []}}
+    rules = {**RULES, "life": life}
+    gradients = {f"exp.1.g.{name}": {"shape": [2, 1] if name == "w" else [1], **rules} for name in PARAMETERS}
+    buffers = {**gradients, "exp.1.loss": {"shape": [], **rules}, "exp.1.::first": {"shape": [], "life": life}}
     http.post("/v1/buffers/create", json={"buffers": buffers}).raise_for_status()
     http.post("/v1/buffers/exp.1.::first/accumulate", json={"gradient": 1000}).raise_for_status()
     micro_batch(http, "ann", 31, 1)
     micro_batch(http, "bob", 32, 3)
     step(http)
     return server
+
+
+def joined(http: httpx.Client, run: str) -> str:
+    """Let both workers join a run, as the client does. Return its life."""
+    for worker in RULES["contributors"]:
+        body = {"worker": worker, "token": worker, "prefix": f"{run}.", "buffer": f"{run}.loss"}
+        answer = http.post(f"/v1/runs/{run}/join", json=body).raise_for_status()
+    life: str = answer.json()["life"]
+    return life
 
 
 def micro_batch(http: httpx.Client, contributor: str, target: float, weight: float) -> None:
@@ -69,6 +84,7 @@ def test_a_graph_is_listed_and_its_run_is_followed(open_page: Open, run: str, ht
     expect(parameters.get_by_role("row", name="w float32 [2, 1]")).to_be_visible()
     run_of_it = page.locator("table.runs tbody tr")
     expect(run_of_it.locator(".loss")).to_have_text("1.75")
+    expect(run_of_it.locator(".state")).to_have_text("running")
     expect(run_of_it.locator(".step")).to_have_text("1,001")
     expect(run_of_it.locator(".people li")).to_have_text(["ann is expected", "bob is expected"])
     run_of_it.get_by_role("link", name="exp.1").click()
@@ -86,14 +102,25 @@ def test_a_graph_is_listed_and_its_run_is_followed(open_page: Open, run: str, ht
     expect(page.get_by_label("Loss of 2 closed steps; the last is -4.5")).to_be_visible()
     expect(running).to_contain_text("step1,002")
     ends = {url.rpartition("/")[2].partition("?")[0] for url in asked}
-    assert ends == {"buffers", "statistics"}  # not the steps before the run again
+    assert ends == {"runs", "buffers", "statistics"}
+
+
+def test_a_run_of_a_graph_that_is_over_is_not_folded(open_page: Open, run: str) -> None:
+    page = open_page("about:blank")
+    age(page, {"exp.1": 900})
+    page.goto(f"{run}#/graphs/net")
+    expect(page.locator("table.runs tbody tr:visible")).to_contain_text("no worker for 15 min")
+    page.get_by_text("1 idle run").click()
+    expect(page.locator("table.runs tbody tr:visible")).to_have_count(0)
 
 
 @LOOKS
 def test_runs_with_all_parameters_of_a_graph_are_its_own(
     open_page: Open, run: str, http: httpx.Client, scheme: str, size: Any
 ) -> None:
-    specs = {f"other.p.{name}": {"shape": [2, 1] if name == "w" else [1]} for name in PARAMETERS}
+    life = joined(http, "other")
+    specs = {f"other.p.{name}": {"shape": [2, 1] if name == "w" else [1], "life": life} for name in PARAMETERS}
+    specs["other.loss"] = {"shape": [], "life": life}
     wrong = {
         "wrong.p.w": {"shape": [3]},
         "wrong.p.b": {"shape": [1]},

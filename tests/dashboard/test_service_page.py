@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -127,12 +128,26 @@ def test_the_charts_grow_with_each_sample(open_page: Open, server: str, http: ht
     assert {at for at in known if first < at <= max(shown)} <= shown
 
 
+def test_times_are_in_the_zone_of_the_browser(open_page: Open, server: str, http: httpx.Client) -> None:
+    worked(http)
+    page = show(open_page, server, timezone_id="Asia/Kolkata")
+    expect(page.locator(".line.top")).to_contain_text("times are UTC+05:30")
+    page.get_by_role("button", name="Commits as numbers").click()
+    zone = timezone(timedelta(hours=5.5))
+    script = "body => [...body.rows].map((row) => [Number(row.dataset.at), row.cells[0].textContent])"
+    shown = chart(page, "commits").locator("tbody").evaluate(script)
+    assert shown
+    assert shown == [[at, f"{datetime.fromtimestamp(int(at), zone):%H:%M:%S}"] for at, _ in shown]
+
+
 def test_the_tiles(open_page: Open, server: str, http: httpx.Client) -> None:
     worked(http)
     page = show(open_page, server)
     about = http.get("/v1/service").json()
     expect(tile(page, "version")).to_have_text(about["version"])
     expect(tile(page, "workers")).to_have_text("1")
+    expect(page.locator("[data-tile=workers] dt")).to_have_text("process")
+    expect(chart(page, "workers").locator("h2")).to_contain_text("Processes")
     expect(tile(page, "store")).to_contain_text("kB, <0.1%")
     expect(tile(page, "errors")).not_to_have_text("0")
     rate = tile(page, "requests").inner_text()

@@ -34,6 +34,7 @@ class StatisticsQuery(BaseModel):
 
     step: int | None = Field(None, ge=0, description="A closed step; by default the running sum.")
     closed: _Closed = False
+    since: int = Field(0, ge=0, description="Closed steps from this one on are in `steps`.")
     heat_map: int | None = Field(None, ge=1, le=MAX_CELLS, description="Rows and columns of a heat map, at most.")
 
 
@@ -81,6 +82,7 @@ class StepStatistics(TypedDict):
     mean: Annotated[float | None, Field(description="The mean of the sum's finite elements.")]
     norm: float | None
     nonfinite: Annotated[int, Field(description="Elements that are infinite or NaN.")]
+    nan: Annotated[int, Field(description="Those that are NaN.")]
     closed_by: ClosedBy
 
 

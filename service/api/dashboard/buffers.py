@@ -156,7 +156,7 @@ def _answer_one(call: Call, known: BufferStatistics, name: str, query: Statistic
     answer: FullStatistics = {
         **computed.as_json(),  # type: ignore[typeddict-item]  # it has no heat map, though it might
         "histogram": {"bounds": [*summary.bounds], "counts": [*summary.counts]},
-        "steps": _steps(call, known, record),
+        "steps": _steps(call, known, record, query.since),
     }
     if picture is not None:
         answer["heat_map"] = picture
@@ -170,10 +170,12 @@ def _picture(snapshot: Snapshot, cells: int) -> HeatMap:
     return {"rows": rows, "columns": columns, "values": means.tolist()}
 
 
-def _steps(call: Call, known: BufferStatistics, record: Record) -> list[StepStatistics]:
+def _steps(call: Call, known: BufferStatistics, record: Record, since: int) -> list[StepStatistics]:
     """Return the closed steps that the buffer keeps, oldest first. Those not known are computed, newest first."""
     steps, spent = [], 0
     for closed in record.closed[: -MAX_STEPS - 1 : -1]:
+        if closed.step < since:
+            break
         computed = known.of(record, closed)
         if computed is None:
             if spent and spent + record.spec.size > STEPS_ELEMENTS:

@@ -32,8 +32,8 @@ Many pages may ask every two seconds while every buffer changes. Adds must not g
 STEPS_ELEMENTS = 1 << 24
 """Elements of closed steps that a request for one buffer computes, besides the newest: as many as `BURST_ELEMENTS`."""
 
-MAX_STEPS = 200
-"""Closed steps of a buffer in an answer: a chart has no room for more points."""
+MAX_STEPS = 2000
+"""Closed steps of a buffer in an answer: a loss may keep as many."""
 
 MAX_STATES_BYTES = 1 << 26
 """Bytes of cached statistics: about 20,000 buffers of 3 KB. Each takes at least 1 KB, so there are at most 65,536."""
@@ -162,5 +162,6 @@ def described(closed: Closed, summary: Summary) -> StepStatistics:
         "mean": summary.mean,
         "norm": summary.norm,
         "nonfinite": summary.nan + summary.infinite,
+        "nan": summary.nan,
         "closed_by": closed.closed_by,
     }

@@ -1,10 +1,11 @@
 // One buffer: its step, its numbers, and what can be done to it.
 
 import { actions, path } from "./actions.js";
-import { failure, h, put, say } from "./dom.js";
+import { empty, failure, h, put, say } from "./dom.js";
 import { stepChart } from "./steps.js";
 import { heatMap } from "./heat.js";
 import { histogram } from "./histogram.js";
+import { bad } from "./known.js";
 import { Receipts } from "./receipts.js";
 import { repeat } from "./repeat.js";
 import { cameFrom } from "./table.js";
@@ -16,9 +17,6 @@ const HEAT_CELLS = 64;
 
 /** Seconds between two readings. */
 const READ_SECONDS = 2;
-
-/** Closed steps whose norms the page remembers, also of those that the buffer keeps no longer. */
-const MAX_STEPS = 200;
 
 export async function show(main, { api, caller, signal, parameters }) {
   const view = new Buffer(main, api, caller, signal, parameters.name);
@@ -68,18 +66,17 @@ class Buffer {
     this.state = state;
     this.more = steps.length > before && steps.length < closed.length; // the server computes a few at a time
     const known = new Map([...this.steps, ...steps].map((each) => [each.step, each]));
-    this.steps = [...known.values()].sort((a, b) => a.step - b.step).slice(-MAX_STEPS);
+    this.steps = [...known.values()].sort((a, b) => a.step - b.step);
     this.drawStatistics();
   }
 
   failed(error) {
     if (error.status === undefined || error.status === 401 || error.status >= 500) return; // the frame says so
     this.page = null;
-    const back = h("p", {}, h("a", { href: "#/buffers" }, "All buffers"));
-    if (error.status !== 404) return put(this.main, failure(error), h("div", { class: "empty" }, back));
+    const back = h("a", { href: "#/buffers" }, "All buffers");
+    if (error.status !== 404) return put(this.main, failure(error), h("div", { class: "empty" }, h("p", {}, back)));
     const text = "It was deleted, has expired, or is in another namespace. It appears here once a client creates it.";
-    const title = h("h1", {}, `No buffer is called ${this.name}`);
-    return put(this.main, h("section", { class: "empty", role: "alert" }, title, h("p", {}, text), back));
+    return put(this.main, empty(`No buffer is called ${this.name}`, text, back));
   }
 
   // ----- what the reader sees -----
@@ -99,14 +96,13 @@ class Buffer {
     this.tiles = h("dl", { class: "tiles values" });
     this.bars = h("div", {}, h("p", { class: "muted" }, "Not computed yet."));
     this.norms = stepChart("norm", this.signal);
-    this.none = h("p", { class: "muted", hidden: true }, "No step has closed yet.");
     this.heat = h("div");
     this.facts = h("dl", { class: "facts" });
     const closed = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Closed steps" });
     this.closed = new Receipts(closed, this.api, this.signal);
     const left = [
       this.running.element,
-      panel("Norm", aside("by step"), [this.norms.element, this.none]),
+      panel("Norm", aside("by step"), this.norms.element),
       panel("Closed steps", aside("the last ones"), closed),
       panel("Rules and state", null, this.facts),
     ];
@@ -146,28 +142,22 @@ class Buffer {
     say(this.choice.options[1], last === null ? "the last closed step" : `step ${last}, closed last`);
     this.choice.options[1].disabled = this.info.closed_steps.length === 0;
     const number = (value) => (value === null ? "none" : words.general(value, 4));
-    const bad = known.nan + known.infinite;
+    const [ill, others] = [bad(known), known.nan + known.infinite];
     const tiles = [
-      ["norm", number(known.norm)],
-      ["min", number(known.min)],
-      ["max", number(known.max)],
-      ["mean", number(known.mean)],
-      ["non-finite", words.share(bad, known.size), bad > 0],
+      ["norm", number(ill ?? known.norm), ill !== null],
+      ["min", number(known.min ?? ill)],
+      ["max", number(known.max ?? ill)],
+      ["mean", number(ill ?? known.mean), ill !== null],
+      ["non-finite", words.share(others, known.size), others > 0],
       ["zeros", words.share(known.zeros, known.size)],
     ];
     put(
       this.tiles,
-      tiles.map(([name, text, ill]) => h("div", {}, h("dt", {}, name), h("dd", { class: ill ? "bad" : null }, text))),
+      tiles.map(([name, text, red]) => h("div", {}, h("dt", {}, name), h("dd", { class: red ? "bad" : null }, text))),
     );
     histogram(this.bars, known.histogram);
-    this.drawNorms();
+    this.norms.set(this.steps.map((each) => ({ ...each, norm: bad(each) ?? each.norm })));
     if (known.heat_map) this.map.set(known.heat_map, this.info.shape);
-  }
-
-  drawNorms() {
-    this.none.hidden = this.steps.some(({ norm }) => norm !== null);
-    this.norms.element.hidden = !this.none.hidden;
-    if (this.none.hidden) this.norms.set(this.steps);
   }
 }
 

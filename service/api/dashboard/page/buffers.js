@@ -57,7 +57,7 @@ class Buffers {
     if (this.signal.aborted) return;
     const { infos } = this.listed;
     if (!infos.length) {
-      if (!this.main.querySelector(".lesson")) put(this.main, lesson(this.caller));
+      if (!this.main.querySelector(".lesson")) put(this.main, lesson(this.caller, "No buffers yet"));
       return;
     }
     if (!this.tools.isConnected) put(this.main, this.tools, this.staged.element, ...this.table.elements);
@@ -79,13 +79,11 @@ class Buffers {
     const bytes = words.size(infos.reduce((all, info) => all + info.bytes, 0));
     const texts = [words.many(infos.length, "buffer"), bytes, rate !== null && `${words.general(rate, 3)} adds/s`];
     say(this.facts, texts.filter(Boolean).join(" · "));
-    for (const [only, { length }] of Object.entries(found)) {
-      this.links[only].hidden = length === 0;
-      say(this.links[only], `${length} ${ONLY[only]}`);
+    for (const [only, some] of Object.entries(found)) {
+      this.links[only].hidden = some.length === 0;
+      say(this.links[only], `${some.length} ${ONLY[only]}`);
+      this.alarm(some, only === "nonfinite" ? "has non-finite values" : `is ${only}`);
     }
-    this.alarm(found.waiting, "is waiting");
-    this.alarm(found.late, "is late");
-    this.alarm(found.nonfinite, "has non-finite values");
   }
 
   /** Tell readers of a screen what is new, once. */

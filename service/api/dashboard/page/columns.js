@@ -2,7 +2,7 @@
 
 import { h, mark, say, svg } from "./dom.js";
 import { kept } from "./grid.js";
-import { nonfinite } from "./known.js";
+import { bad } from "./known.js";
 import { bar, isLate, isWaiting, progress, setBar } from "./progress.js";
 import { workersOf } from "./training.js";
 import * as words from "./words.js";
@@ -10,7 +10,10 @@ import * as words from "./words.js";
 const SPARK = { width: 52, height: 16 };
 
 /** Numbers that a small curve shows. */
-export const POINTS = 30;
+export const POINTS = 200;
+
+/** The least correlation of numbers with their places that is a trend. */
+const TREND = 0.3;
 
 /**
  * Return the columns. `statistics(row)` are the known statistics of a row, `norms(row)` those of its closed steps, and
@@ -48,16 +51,16 @@ export function columnsOf({ statistics, norms, now }) {
     {
       id: "missing",
       title: "missing",
-      width: "minmax(7rem, 0.6fr)",
+      width: "minmax(11rem, 1.2fr)",
       isUsed: (infos) => infos.some((info) => info.missing !== null),
       key: (row) => of(row).missing?.length ?? null,
       fill: (cell, row) => {
-        const out = workersOf({ behind: row.info ?? row.total.behind }, now()).filter(({ since }) => since !== null);
+        const out = workersOf(row.info ?? row.total.behind, now()).filter(({ since }) => since !== null);
         const names = out.map(({ name }) => name);
         const since = Math.max(...out.map((each) => each.since));
         say(cell, out.length ? `${words.missing(names)} for ${words.span(since)}` : "");
         mark(cell, "title", names.length ? `${names.length} missing: ${names.slice(0, 100).join(", ")}` : null);
-        amber(cell, out.some(({ kind }) => kind === "out slow"));
+        amber(cell, out.some(({ kind }) => kind.startsWith("out slow")));
       },
     },
     plain("weight", "5.2rem", weight, { number: true }),
@@ -78,7 +81,7 @@ export function columnsOf({ statistics, norms, now }) {
     {
       id: "updated",
       title: "updated",
-      width: "5.4rem",
+      width: "minmax(6.4rem, 0.4fr)",
       key: (row) => -of(row).updated_at,
       fill: (cell, row) => {
         say(cell, words.distance(Math.min(of(row).updated_at, now()), now()));
@@ -94,8 +97,10 @@ export function columnsOf({ statistics, norms, now }) {
       key: (row) => statistics(row)?.norm ?? null,
       fill: (cell, row) => {
         const parts = kept(cell, () => ({ line: spark(), text: h("span") }));
-        const norm = statistics(row)?.norm ?? null;
+        const known = statistics(row);
+        const norm = known && (bad(known) ?? known.norm);
         say(parts.text, norm === null ? "" : words.general(norm, 4));
+        parts.text.classList.toggle("bad", norm !== null && !Number.isFinite(norm));
         draw(parts.line, norms(row));
       },
     },
@@ -113,6 +118,9 @@ export function columnsOf({ statistics, norms, now }) {
     },
   ];
 }
+
+/** Return the share of elements that are not finite, or null. */
+const nonfinite = (known) => known && (known.nan + known.infinite) / Math.max(known.size, 1);
 
 const membersOf = (row) => row.members ?? [row.info];
 
@@ -143,12 +151,24 @@ export function spark() {
   );
 }
 
-export function draw(element, values) {
+/** Draw the numbers that are finite. */
+export function draw(element, numbers) {
   const { width, height } = SPARK;
+  const values = numbers.filter(Number.isFinite);
   const [low, high] = [Math.min(...values), Math.max(...values)];
   const x = (place) => 1 + ((width - 2) * place) / Math.max(values.length - 1, 1);
   const y = (value) => height - 2 - ((height - 4) * (value - low)) / (high - low || 1);
   const points =
     values.length < 2 ? "" : values.map((value, place) => `${x(place).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
   mark(element.firstChild, "points", points);
+}
+
+/** Return in a word how numbers go, as a line through them does: falling, rising or flat; null for fewer than three. */
+export function trend(numbers) {
+  const [size, sum] = [numbers.length, (each) => numbers.reduce((all, number, place) => all + each(number, place), 0)];
+  const mean = sum((number) => number) / size;
+  if (size < 3 || !Number.isFinite(mean)) return null;
+  const along = sum((number, place) => (place - (size - 1) / 2) * (number - mean));
+  const correlation = along / Math.sqrt((sum((number) => (number - mean) ** 2) * (size ** 3 - size)) / 12) || 0;
+  return Math.abs(correlation) < TREND ? "flat" : correlation < 0 ? "falling" : "rising";
 }

@@ -2,6 +2,7 @@
 
 import { h, mark, put, say, scroller, table } from "./dom.js";
 import { asNumbers, plot } from "./plot.js";
+import { general } from "./words.js";
 
 /**
  * How to draw each element-wise gradient. `forward` makes Y of X for those that take the output of their activation.
@@ -31,8 +32,8 @@ export function curvePanel(operator, { api, form, signal }) {
   const chart = plot({
     signal,
     height: 280,
-    x: { format: brief },
-    y: { format: brief, range: (least, most) => padded(Math.min(0, least), Math.max(1, most)) },
+    x: { format: (each) => general(each, 3) },
+    y: { format: (each) => general(each, 3), range: (least, most) => padded(Math.min(0, least), Math.max(1, most)) },
     cross: true,
     moved: (place) => say(reading, place === null ? HINT : `X = ${X[place]}   dX = ${dX[place]}`),
   });
@@ -50,9 +51,8 @@ export function curvePanel(operator, { api, form, signal }) {
     slide?.follow();
     try {
       dX = await computed(operator, curve, field, api, AbortSignal.any([signal, asking.signal]));
-      const values = dX.map((each) => (Number.isFinite(each) ? each : null));
-      const words = [-5, -1, 0, 1, 5].map((x) => `${brief(dX[X.indexOf(x)])} at ${x}`).join(", ");
-      chart.set(X, [{ label: "dX", colour: "accent", values }], `dX over X from -5 to 5: ${words}`);
+      const words = [-5, -1, 0, 1, 5].map((x) => `${general(dX[X.indexOf(x)], 3)} at ${x}`).join(", ");
+      chart.set(X, [{ label: "dX", colour: "accent", values: dX }], `dX over X from -5 to 5: ${words}`);
       put(points, numbers(dX));
       say(reading, HINT);
       mark(picture, "class", null);
@@ -108,8 +108,4 @@ function numbers(dX) {
 function padded(low, high) {
   const room = (high - low || 1) * 0.06;
   return [low - room, high + room];
-}
-
-function brief(number) {
-  return String(Number(Number(number).toPrecision(3)));
 }

@@ -47,6 +47,12 @@ export function mark(element, name, value) {
   else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
 }
 
+/** Return what a view shows in place of what is not there: a title, and paragraphs. */
+export function empty(title, ...paragraphs) {
+  const shown = paragraphs.map((each) => h("p", {}, each));
+  return h("section", { class: "empty", role: "alert" }, h("h1", {}, title), shown);
+}
+
 /** Return a table. A head is a text, or a cell. */
 export function table(kind, heads, rows) {
   const cells = heads.map((each) => (each instanceof Node ? each : h("th", { scope: "col" }, each)));

@@ -8,9 +8,9 @@ const MARGIN_ROWS = 6;
 /**
  * A table whose rows are set as plain objects with an `id` and a `level`. Rows that can open have `open`.
  *
- * `columns` are {id, title, width, number, fill(cell, row)}; a cell of a column in `row.head.same` is not seen, because
- * the head says it. `sorted(id)` is called for a click on a header, `chosen(row)` for
- * Enter or a click on a row, `toggled(row, open)` for one that opens, and `moved()` when other rows come into sight.
+ * `columns` are {id, title, width, number, fill(cell, row)}; a cell of a column in `row.head.same` is not seen. The grid
+ * calls `sorted(id)` for a click on a header, `chosen(row)` for Enter or a click on a row, `toggled(row, open)` for one
+ * that opens, and `moved()` when other rows come into sight.
  */
 export class Grid {
   constructor({ label, columns, sorted, chosen, toggled, moved }) {

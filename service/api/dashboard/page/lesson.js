@@ -1,47 +1,38 @@
-// What the page shows before there is a buffer: how to make one.
+// What the page shows before there is a run or a buffer: a training that ends.
 
 import { copyBox } from "./copy.js";
 import { h } from "./dom.js";
 
 const GUIDES = "https://github.com/gradserve/gradserve/tree/main/docs";
 
-/** Return a lesson for the caller: three lines of Python, or of a shell. */
-export function lesson(caller) {
+/** Return a lesson for the caller under a title: a loop in Python. */
+export function lesson(caller, title) {
   const url = new URL(".", location.href).href.replace(/\/$/, "");
-  const key = caller.keys ? ' -H "Authorization: Bearer $GRADSERVE_API_KEY"' : "";
-  const python = [
-    "from gradserve_client import Client",
-    "",
-    `with Client("${url}") as server:`,
-    '    layer = server.buffers["layer.weight"]',
-    "    layer.create((2, 2), quorum=3)",
-    "    layer.accumulate([[1, 2], [3, 4]])",
-  ];
-  const shell = [
-    "H='Content-Type: application/json'",
-    `url=${url}/v1/buffers/layer.weight`,
-    `curl -X PUT $url${key} -H "$H" -d '{"shape": [2, 2], "quorum": 3}'`,
-    `curl $url/accumulate${key} -H "$H" -d '{"gradient": [[1, 2], [3, 4]]}'`,
-  ];
-  const may = caller.scopes.includes("buffers:write");
+  const box = copyBox("Python", "");
+  box.show(`import numpy as np
+from gradserve_client import Client
+from gradserve_client.arrays import GradientAccumulator
+
+w, x = np.zeros(2), np.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]])
+with Client("${url}") as server:
+    gradients = GradientAccumulator(w, server, run="line", loss=True)
+    for _ in range(100):
+        error = x @ w - [1, 3, 5]
+        gradients.push(2 * error @ x / 3, weight=3, loss=np.mean(error**2))
+        w -= 0.2 * gradients.pull()
+    gradients.finish()`);
+  const key = "It reads the API key from the variable GRADSERVE_API_KEY.";
+  const lacks = "Your API key lacks the scope buffers:write, so another key must make the first one.";
   return h(
     "section",
     { class: "empty lesson" },
-    h("h1", {}, "No buffers yet"),
-    h("p", {}, "A buffer sums gradients under a name. It appears here once it is made, and fills as gradients come."),
-    !may &&
-      h("p", { class: "late" }, "Your API key lacks the scope buffers:write, so another key must make the first one."),
-    block("Python", python),
-    block("curl", shell, "wrap"),
-    caller.keys && h("p", { class: "muted" }, "Both read the API key from the variable GRADSERVE_API_KEY."),
+    h("h1", {}, title),
+    h("p", {}, "This loop fits a line. Its run appears here, and is over after a hundred steps."),
+    !caller.scopes.includes("buffers:write") && h("p", { class: "late" }, lacks),
+    box.element,
+    caller.keys && h("p", { class: "muted" }, key),
     h("p", {}, link(GUIDES, "The guides"), " show how to train; ", link("docs", "the API"), " lists every request."),
   );
 }
 
 const link = (href, text) => h("a", { href }, text);
-
-function block(title, lines, kind) {
-  const box = copyBox(title, "", kind);
-  box.show(lines.join("\n"));
-  return box.element;
-}

@@ -2,6 +2,7 @@
 
 import { failure, put } from "./dom.js";
 import { repeat } from "./repeat.js";
+import { runsOf } from "./training.js";
 
 /** Seconds between two readings of the list, and of what is shown of the time. */
 const [LIST_SECONDS, CLOCK_SECONDS] = [2, 1];
@@ -18,6 +19,12 @@ export class Listed {
     this.seconds = this.infos === null ? null : (at - this.at) / 1000;
     this.adds = new Map(infos.map((info) => [info.name, added(info, before.get(info.name))]));
     [this.infos, this.at] = [infos, at];
+  }
+
+  /** Read the buffers and the runs. Return the runs. */
+  async readRuns() {
+    const [described] = await Promise.all([this.api.all("runs", { signal: this.signal }), this.read()]);
+    return runsOf(described, this.infos, this.api.now());
   }
 
   /** Return the adds to these buffers in a second, as `gradserve-client watch` counts them; null if not known yet. */

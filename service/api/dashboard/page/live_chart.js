@@ -72,12 +72,7 @@ function entry({ label, colour }) {
   return h("li", {}, swatch, h("span", {}, label), h("data"));
 }
 
-function clock(seconds) {
-  const at = new Date(seconds * 1000);
-  const two = (number) => String(number).padStart(2, "0");
-  const minute = `${two(at.getHours())}:${two(at.getMinutes())}`;
-  return at.getSeconds() ? `${minute}:${two(at.getSeconds())}` : minute;
-}
+const clock = (seconds) => time(seconds).slice(11, 19).replace(/:00$/, "");
 
 /** The last samples as a table, the latest first. */
 function numbers({ at, lines }, format) {

@@ -1,6 +1,6 @@
 // The charts of the service: which numbers of a sample each has, and how they are written.
 
-import { general, size } from "./words.js";
+import { general, many, size } from "./words.js";
 
 /** The most lines of a chart, since its colours are as many. The rest are added up as "others". */
 const MOST_LINES = 7;
@@ -38,7 +38,7 @@ function keyed(member, colours = []) {
     const lines = shown.map(line);
     if (rest.length === 0) return lines;
     const others = (sample) => rest.reduce((sum, name) => sum + number(sample, name), 0);
-    return [...lines, { label: `${rest.length} others`, colour: "muted", value: others }];
+    return [...lines, { label: many(rest.length, "other"), colour: "muted", value: others }];
   };
 }
 
@@ -104,7 +104,7 @@ export const CHARTS = [
   { id: "commits", title: "Commits", note: "of the store", format: rate, lines: single("commits", "commits") },
   { id: "store", title: "Store", format: size, lines: store, aside: ofLimit },
   { id: "buffers", title: "Buffers", format: plain, isWhole: true, lines: single("buffers", "buffers") },
-  { id: "workers", title: "Workers", format: plain, isWhole: true, lines: single("workers", "workers") },
+  { id: "workers", title: "Processes", format: plain, isWhole: true, lines: single("processes", "workers") },
   { id: "database", title: "Database", format: plain, optional: true, lines: database((name) => !areBytes(name)) },
   { id: "database-bytes", title: "Database bytes", format: size, optional: true, lines: database(areBytes) },
 ];

@@ -3,7 +3,7 @@
 import { bodyOf, curlOf, pathOf, pythonOf } from "./calls.js";
 import { copyBox } from "./copy.js";
 import { curvePanel } from "./curve.js";
-import { h, mark, prose, put, say, scroller, table } from "./dom.js";
+import { empty, h, mark, prose, put, say, scroller, table } from "./dom.js";
 import { operatorForm } from "./form.js";
 import { tensorTables } from "./matrix.js";
 
@@ -15,10 +15,7 @@ const REDRAW_MS = 60; // between a change in the form and the request for the cu
 export async function show(main, { api, signal, families, operator, name, keys }) {
   document.title = `${name} – gradserve`;
   const list = names(families, name);
-  if (operator === undefined) {
-    const missing = [h("h1", {}, "Operator not found"), h("p", {}, name)];
-    return put(main, list, h("section", { class: "empty", role: "alert" }, missing));
-  }
+  if (operator === undefined) return put(main, list, empty("Operator not found", name));
   const answer = answerPanel(operator);
   const calls = callBoxes(keys);
   const form = operatorForm(operator, { run: () => run(form, answer, { api, signal }), changed });

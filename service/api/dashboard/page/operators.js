@@ -57,16 +57,10 @@ function group(tag, title, rows) {
 function rowOf(operator) {
   const { name, family, formula, inputs, outputs } = operator;
   const tensors = [...inputs, ...outputs].map((each) => each.name);
-  return {
-    words: [name, family, formula, ...tensors].join(" ").toLowerCase(),
-    element: h(
-      "li",
-      {},
-      h("a", { href: `#/operators/${encodeURIComponent(name)}` }, name),
-      h("p", { class: "formula" }, prose(formula.replace(/\.$/, ""))),
-      h("p", { class: "muted signature mono" }, signature(operator)),
-    ),
-  };
+  const link = h("a", { href: `#/operators/${encodeURIComponent(name)}` }, name);
+  const computed = h("p", { class: "formula" }, prose(formula.replace(/\.$/, "")));
+  const element = h("li", {}, link, computed, h("p", { class: "muted signature mono" }, signature(operator)));
+  return { words: [name, family, formula, ...tensors].join(" ").toLowerCase(), element };
 }
 
 function graphOf({ name, bytes }) {

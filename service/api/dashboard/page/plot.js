@@ -22,7 +22,7 @@ export function onTheme(signal, draw) {
 
 /**
  * Return a chart: {element, set}. `set(x, lines, text)` shows lines {label, colour, values} over the numbers `x`, with
- * null where a value is not known.
+ * null where a value is not known. A value that is not finite is a red mark on the axis.
  *
  * An axis, `x` or `y`, is {format, isWhole, isLog, isTime, range}: `isWhole` counts things, `isLog` has powers of ten,
  * `range(least, most)` returns its ends. With `dots` each number has one; with `cross` the lines of 0 are drawn.
@@ -33,7 +33,7 @@ export function plot({ signal, height, x, y, dots = false, cross = false, sync =
   let [chart, drawn, given] = [null, "", null];
   function draw(isOther = false) {
     if (!element.clientWidth || given === null) return;
-    const [{ lines }, data] = [given, [given.x, ...given.lines.map((each) => each.values)]];
+    const [{ lines }, data] = [given, [given.x, ...given.lines.map((each) => each.values.map(finite))]];
     const names = lines.map((each) => `${each.label}/${each.colour}`).join();
     if (chart && names === drawn && !isOther) return chart.setData(data);
     chart?.destroy();
@@ -51,6 +51,7 @@ export function plot({ signal, height, x, y, dots = false, cross = false, sync =
       hooks: {
         setCursor: [(of) => moved(of.cursor.left >= 0 ? of.cursor.idx : null)],
         drawAxes: cross ? [drawCross] : [],
+        draw: [(of) => given.lines.forEach((line) => drawIll(of, line.values))],
       },
       scales: { x: { time: Boolean(x.isTime), ...scale(x) }, y: scale(y) },
       axes: [axis(x, { size: 24, space: 70 }), axis(y, { size: 62, space: 28 }, { stroke: colour("line"), width: 1 })],
@@ -112,6 +113,17 @@ function alone(chart, place) {
 /** An axis in powers of ten has marks for these alone. */
 function powers(_, splits) {
   return splits.map((each) => (Number.isInteger(Math.round(Math.log10(each) * 1e6) / 1e6) ? each : null));
+}
+
+const finite = (number) => (Number.isFinite(number) ? number : null);
+
+/** Draw a mark on the axis for each value that is not finite. */
+function drawIll({ ctx, bbox, data, valToPos }, values) {
+  ctx.fillStyle = colour("bad");
+  const size = 8 * devicePixelRatio;
+  const places = [...values.keys()].filter((place) => isKnown(values[place]) && !Number.isFinite(values[place]));
+  for (const x of places.map((place) => valToPos(data[0][place], "x", true)))
+    ctx.fillRect(x - size / 4, bbox.top + bbox.height - size, size / 2, size);
 }
 
 function drawCross({ ctx, bbox, valToPos }) {

@@ -18,6 +18,16 @@ export function progress(info) {
   return known.length ? Math.min(Math.max(...known, 0), 1) : null;
 }
 
+/** Return whether a buffer sums steps: whether any has closed, or a rule will close one. */
+export function hasSteps(info) {
+  return info.step > 0 || [info.quorum, info.quorum_weight, info.deadline_seconds].some((rule) => rule !== null);
+}
+
+/** Return whether a buffer has the losses of a run. */
+export function isLoss({ name, shape }) {
+  return /loss$/i.test(name) && shape.every((length) => length === 1);
+}
+
 /** Return whether the deadline of the step has passed or nearly has, at the server's time `now`. */
 export function isLate(info, now) {
   return info.deadline_at !== null && info.deadline_at - now < LATE_SHARE * info.deadline_seconds;

@@ -2,6 +2,7 @@
 
 import { download, path } from "./actions.js";
 import { button, h, listing, put } from "./dom.js";
+import { bad } from "./known.js";
 import * as words from "./words.js";
 
 /** Receipts that are read at once, and how many more a click reads. */
@@ -63,14 +64,15 @@ export class Receipts {
   }
 
   cells(receipt) {
-    const { norm = null, nonfinite = 0 } = this.steps.get(receipt.step) ?? {};
+    const known = this.steps.get(receipt.step) ?? {};
+    const [ill, norm] = [bad(known), bad(known) ?? known.norm ?? null];
     const { step, count, weight, contributors } = receipt;
     const properties = { class: "quiet", "aria-label": `Download step ${step}`, "data-step": step };
     return [
       step,
       count,
       words.general(weight),
-      norm !== null && h("span", { class: nonfinite > 0 && "bad" }, words.general(norm, 4)),
+      norm !== null && h("span", { class: ill !== null && "bad" }, words.general(norm, 4)),
       receipt.closed_by,
       contributors && words.contributors(contributors),
       contributors && button("Download", () => download(this.api, { info: this.info }, step), properties),

@@ -1,12 +1,12 @@
 // One run: its workers, its loss and its norm by step, and its buffers as a tree.
 
-import { h, put, say } from "./dom.js";
+import { empty, h, put, say } from "./dom.js";
 import { stepChart } from "./steps.js";
 import { known } from "./known.js";
 import { follow, Listed } from "./listed.js";
 import { tellState } from "./runs.js";
 import { BufferTable } from "./table.js";
-import { runsOf, stateOf, Steps } from "./training.js";
+import { stateOf } from "./training.js";
 import { sameIn } from "./tree.js";
 import * as words from "./words.js";
 import { Running } from "./workers.js";
@@ -24,47 +24,32 @@ export async function show(main, { api, signal, parameters }) {
 
 class Run {
   constructor(main, api, signal, { name, query }) {
-    Object.assign(this, { main, api, signal, name, query, run: null, charts: new Map(), histories: new Map() });
+    Object.assign(this, { main, api, signal, name, query, run: null, charts: new Map() });
     this.listed = new Listed(api, signal);
-    this.steps = new Steps(api, signal);
   }
 
   async read() {
-    await this.listed.read();
-    this.run = runsOf(this.listed.infos).find(({ name }) => name === this.name) ?? null;
+    this.run = (await this.listed.readRuns()).find(({ name }) => name === this.name) ?? null;
     if (this.run === null) return this.gone();
-    const { infos, gradients, losses } = this.run;
-    if (!this.page?.isConnected) this.build();
+    const { infos, gradients, losses, begun } = this.run;
+    const isFirst = !this.page?.isConnected;
+    if (isFirst) this.build();
     this.table.set(infos, "", sameIn(infos));
     this.tick();
-    await this.steps.read([this.run]);
-    await known.ask(infos, this);
-    for (const info of losses) await this.readHistory(info);
-    const few = gradients.length <= MAX_HISTORIES ? gradients.filter(({ keep }) => keep > 1) : [];
-    for (const info of few) await this.readHistory(info, true);
+    const few = isFirst && gradients.length <= MAX_HISTORIES ? gradients.filter(({ keep }) => keep > 1) : [];
+    for (const info of [...losses, ...few]) await known.readSteps(info, this);
+    await known.ask(begun ? [begun, ...infos] : infos, this);
     this.tick();
-  }
-
-  /** Read the steps that a buffer keeps, if any has closed since the last time; or `once` only. */
-  async readHistory(info, once = false) {
-    const state = `${info.created_at}/${once ? "" : info.step}`;
-    if (this.histories.get(info.name) === state || !info.closed_steps.length) return;
-    await known.readSteps(info, this);
-    this.histories.set(info.name, state);
   }
 
   gone() {
-    const text = "A run is the buffers whose names begin alike: exp1.layer.weight belongs to exp1.";
-    const back = h("p", {}, h("a", { href: "#/runs" }, "All runs"));
-    const title = h("h1", {}, `No run is called ${this.name}`);
-    put(this.main, h("section", { class: "empty", role: "alert" }, title, h("p", {}, text), back));
+    const text = "It was deleted, or is in another namespace. It appears here once a worker joins it.";
+    put(this.main, empty(`No run is called ${this.name}`, text, h("a", { href: "#/runs" }, "All runs")));
   }
 
   build() {
-    this.state = h("a");
+    this.state = h("span");
     this.running = new Running("Workers", ["step", "count", "weight", "deadline", "adds/s", "updated"]);
-    this.unnamed = h("p", { class: "muted" }, "The workers have not given their names.");
-    this.running.element.append(this.unnamed);
     this.graphs = h("div", { class: "panels" }, this.chart("norm", "Norm", "of the mean gradient, by closed step"));
     this.table = new BufferTable({
       label: `Buffers of ${this.name}`,
@@ -84,37 +69,30 @@ class Run {
     put(this.main, h("header", { class: "title" }, title, this.state), this.page);
   }
 
-  /** Return a panel with a chart of `label`, and words in place of it while there is nothing to draw. */
+  /** Return a panel with a chart of `label`. */
   chart(label, title, note) {
     const chart = stepChart(label, this.signal);
-    const none = h("p", { class: "muted" }, "No step has closed yet.");
-    this.charts.set(title, (steps) => {
-      const known = steps.filter((each) => each[label] !== null);
-      [none.hidden, chart.element.hidden] = [known.length > 0, known.length === 0];
-      if (known.length) chart.set(known);
-    });
-    const head = h("h2", {}, title, h("span", { class: "muted" }, note));
-    return h("section", { class: "panel" }, head, chart.element, none);
+    this.charts.set(title, chart);
+    return h("section", { class: "panel" }, h("h2", {}, title, h("span", { class: "muted" }, note)), chart.element);
   }
 
   tick() {
     if (this.signal.aborted || !this.page?.isConnected) return;
     this.table.grid.draw();
     const { run } = this;
-    const [now, info] = [this.api.now(), run.behind];
-    tellState(this.state, run, stateOf(run, known.ill(run.infos).length, now));
+    const [now, begun] = [this.api.now(), known.begun(run)];
+    const state = stateOf(run, known.illness(run), now);
+    tellState(this.state, state);
     const rate = this.listed.rate(run.infos);
-    this.running.draw(info, now, {
-      step: (this.steps.of(run) ?? info.step).toLocaleString("en"),
-      "adds/s": rate === null ? "–" : words.general(rate, 3),
-      updated: words.distance(Math.min(run.moved, now), now),
-    });
-    this.unnamed.hidden = this.running.people.children.length > 0;
-    this.charts.get("Norm")(known.curve(run.gradients));
+    const step = (run.step + begun).toLocaleString("en");
+    const isOver = !state.isActive || run.ended !== null;
+    this.running.draw(run, now, { step, "adds/s": rate === null ? "–" : words.general(rate, 3), isOver });
+    const curve = (infos) => known.curve(infos).map((each) => ({ ...each, step: each.step + begun }));
+    this.charts.get("Norm").set(curve(run.gradients));
     for (const loss of run.losses) {
       const title = loss.name.slice(run.prefix.length);
       if (!this.charts.has(title)) this.graphs.prepend(this.chart("loss", title, "mean of each closed step"));
-      this.charts.get(title)(known.curve([loss]));
+      this.charts.get(title).set(curve([loss]));
     }
     say(this.summary, `${words.many(run.infos.length, "buffer")}, ${words.size(run.bytes)}`);
   }

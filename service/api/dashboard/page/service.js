@@ -1,12 +1,12 @@
 // The service: how much it does, how fast, and with which settings.
 
-import { failure, h, mark, put, say } from "./dom.js";
+import { empty, failure, h, mark, put, say } from "./dom.js";
 import { follow, step, withGaps } from "./live.js";
 import { liveChart } from "./live_chart.js";
 import { CHARTS, duration, rate } from "./measures.js";
 import { bar, setBar } from "./progress.js";
 import { settingsPanel } from "./settings.js";
-import { share, size, span } from "./words.js";
+import { share, size, span, zone } from "./words.js";
 
 const SPANS = [["5 min", 300], ["15 min", 900], ["1 h", 3600]];
 
@@ -20,9 +20,10 @@ export async function show(main, { api, caller, signal, parameters }) {
   const charts = CHARTS.map((each) => chartOf(each, view, signal, drawAll));
   const tiles = tilesOf(about);
   const state = h("span", { class: "state muted", role: "status" }, "connecting");
+  const hours = h("span", { class: "muted" }, `times are UTC${zone()}`);
   put(
     main,
-    h("div", { class: "line top" }, h("h1", {}, "Service"), state, spans(view, drawAll)),
+    h("div", { class: "line top" }, h("h1", {}, "Service"), state, hours, spans(view, drawAll)),
     tiles.element,
     h("div", { class: "panels charts" }, charts.map((each) => each.element)),
     settingsPanel(about, parameters.query.get("settings")),
@@ -48,12 +49,7 @@ export async function show(main, { api, caller, signal, parameters }) {
 
 function refusal({ scopes }) {
   const has = `Your API key has ${scopes.join(", ") || "no scopes"}.`;
-  return h(
-    "section",
-    { class: "empty" },
-    h("h1", {}, "This view needs the scope admin"),
-    h("p", {}, `${has} Sign out, and sign in with a key that has the scope admin.`),
-  );
+  return empty("This view needs the scope admin", `${has} Sign out, and sign in with a key that has the scope admin.`);
 }
 
 /** A group of buttons for the time that the charts show. */
@@ -109,7 +105,7 @@ function tilesOf({ version, started_at: started, replicas, python }) {
     tile("p99", "p99 latency"),
     tile("errors", "errors in the last minute"),
     h("div", { "data-tile": "store" }, h("dt", {}, "store used", used), (values.store = h("dd", {}, "–"))),
-    tile("workers", "workers"),
+    tile("workers", "processes"),
     replicas !== null && tile("replicas", "replicas", String(replicas)),
     tile("uptime", "uptime"),
     tile("version", `version, on Python ${python}`, version),
@@ -126,6 +122,7 @@ function tilesOf({ version, started_at: started, replicas, python }) {
       say(values.errors, failed.toLocaleString("en"));
       values.errors.classList.toggle("late", failed > 0);
       say(values.workers, String(last.workers));
+      say(values.workers.previousSibling, last.workers === 1 ? "process" : "processes");
       if (last.store_bytes === null) return;
       const part = last.store_bytes / last.store_limit_bytes;
       say(values.store, `${size(last.store_bytes)}, ${share(last.store_bytes, last.store_limit_bytes)}`);

@@ -33,16 +33,8 @@ export function settingsPanel({ settings, limits }, words) {
 function row(name, { value, meaning }, note) {
   const text = `${name} ${value} ${meaning}`.toLowerCase();
   const written = value === null ? h("span", { class: "muted" }, "not set") : shown(name, value, meaning);
-  return {
-    text,
-    element: h(
-      "tr",
-      {},
-      h("th", { scope: "row" }, h("code", {}, name)),
-      h("td", {}, written),
-      h("td", {}, meaning, note && h("span", { class: "muted" }, ` (${note})`)),
-    ),
-  };
+  const about = h("td", {}, meaning, note && h("span", { class: "muted" }, ` (${note})`));
+  return { text, element: h("tr", {}, h("th", { scope: "row" }, h("code", {}, name)), h("td", {}, written), about) };
 }
 
 /** Bytes and seconds have their unit, and long numbers commas between their thousands. A port is no amount. */

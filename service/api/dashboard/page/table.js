@@ -4,6 +4,7 @@ import { address, columnsOf, POINTS } from "./columns.js";
 import { h, mark, say } from "./dom.js";
 import { Grid } from "./grid.js";
 import { known } from "./known.js";
+import { isLoss } from "./progress.js";
 import { rowsOf } from "./tree.js";
 
 /** Buffers whose groups are open at first. More are easier to read as groups. */
@@ -33,7 +34,7 @@ export class BufferTable {
     this.opened = new Map();
     this.columns = columnsOf({
       statistics: (row) => (membersOf(row).length > MAX_MEMBERS ? null : known.of(membersOf(row))),
-      norms: (row) => (row.info ? known.curve([row.info], POINTS).map(({ norm }) => norm) : []),
+      norms: (row) => row.info && !isLoss(row.info) ? known.curve([row.info], POINTS).map(({ norm }) => norm) : [],
       now: api.now,
     });
     if (!this.columns.some((column) => column.id === this.sort)) this.sort = "name";

@@ -1,14 +1,10 @@
-// The runs among the buffers: which buffers belong to one, and how it goes.
+// The runs that the server has, with their buffers: who is in, who is awaited, and how each goes.
 
-import { path } from "./actions.js";
-import { isLate, isWaiting, progress, stillFor } from "./progress.js";
-import { count, many, missing, span, waiting } from "./words.js";
+import { hasSteps, isLate, isLoss, isWaiting, progress, stillFor } from "./progress.js";
+import { count, distance, missing, span, waiting } from "./words.js";
 
-/** Seconds without a change after which a run is over, or given up. */
-const OVER_SECONDS = 600;
-
-/** Seconds that a step may wait until nobody is expected to mend it. */
-const GIVEN_UP_SECONDS = 3600;
+/** Seconds without an add after which buffers without a run are idle: the server counts as many for a run. */
+const IDLE_SECONDS = 600;
 
 /** Seconds without an add until the page says how long it is. */
 const QUIET_SECONDS = 10;
@@ -16,134 +12,106 @@ const QUIET_SECONDS = 10;
 /** What follows :: in a piece of a tensor, in a tally, and in a name that was too long. */
 const WITHIN = /^(tally|\d+|[0-9a-f]{32})(::|$)/;
 
-/** Return whether the name is of a run's own bookkeeping: exp1.::start, exp1.layer::tally. */
+/** The rules of a run that has no buffers yet. */
+const NO_RULES = { quorum: null, quorum_weight: null, deadline_at: null, deadline_seconds: null };
+
+/** Return whether the name is of a run's own bookkeeping: exp1.::first, exp1.layer::tally. */
 export const isOwn = (name) => /(^|\.|::)::|::tally$/.test(name);
 
-/**
- * Return the prefix of each buffer's run, by names: what `::` separates, or else the first part. Where a run has
- * bookkeeping, as exp.1.::start, its prefix may have dots.
- */
-export function prefixes(names) {
-  const roots = new Set(names.flatMap((name) => /^(.+\.)::/.exec(name)?.[1] ?? []));
-  return new Map(names.map((name) => [name, prefixOf(name, roots)]));
-}
-
-function prefixOf(name, roots) {
-  for (let dot = name.lastIndexOf("."); dot > 0; dot = name.lastIndexOf(".", dot - 1))
-    if (roots.has(name.slice(0, dot + 1))) return name.slice(0, dot + 1);
+/** Return what the name of a buffer has before its place in a run: what clients put there, or else its first part. */
+export function prefixOf({ name, run }) {
+  const own = [run, run?.replaceAll(".", ":2E")].find((each) => run && name.startsWith(`${each}.`));
+  if (own) return `${own}.`;
   const at = name.indexOf("::");
   if (at > 0 && name[at - 1] !== "." && !WITHIN.test(name.slice(at + 2))) return name.slice(0, at + 2);
   const dot = name.indexOf(".");
   return dot > 0 ? name.slice(0, dot + 1) : name;
 }
 
-/** Return the runs of these buffers. Buffers of bookkeeping alone are none. */
-export function runsOf(infos) {
-  const [found, groups] = [prefixes(infos.map(({ name }) => name)), new Map()];
-  for (const info of infos) {
-    const prefix = found.get(info.name);
-    if (!groups.has(prefix)) groups.set(prefix, []);
-    groups.get(prefix).push(info);
-  }
-  return [...groups].map(([prefix, some]) => runOf(prefix, some)).filter(({ infos }) => infos.length);
+/** Return the runs as the server describes them, with their buffers; and buffers without a run that sum steps. */
+export function runsOf(described, infos, now) {
+  const members = Map.groupBy(infos, ({ run }) => run);
+  const others = Map.groupBy(members.get(null) ?? [], prefixOf);
+  const raw = [...others].filter(([, all]) => all.some(hasSteps));
+  return [
+    ...described.map((run) => runOf(run, members.get(run.name) ?? [])),
+    ...raw.map(([prefix, all]) => runOf(undescribed(prefix, all, now), all)),
+  ];
+}
+
+/** Return in the form of a run what is known of buffers without one: its step is the one that lacks most. */
+function undescribed(prefix, all, now) {
+  const share = (info) => progress(info) ?? 0; // losses may come more rarely
+  const lacks = (a, b) => isLoss(a) - isLoss(b) || a.step - b.step || share(a) - share(b) || a.updated_at - b.updated_at;
+  const [{ name: buffer, step, missing }] = all.filter(hasSteps).toSorted(lacks);
+  const updated = Math.max(...all.map((info) => info.updated_at));
+  const state = now - updated > IDLE_SECONDS ? "idle" : "running";
+  const name = prefix.replace(/(\.|::)$/, "");
+  return { name, life: prefix, prefix, buffer, state, step, missing, updated_at: updated, ended: null };
 }
 
 /**
- * Return a run: its `infos` without bookkeeping; its `gradients`, its `losses`, and, if a graph is trained, its
- * `parameters`; and `behind`, the gradient whose step lacks most, as losses may come more rarely.
+ * Return a run: what the server says of it and of its running step, and its `infos` without bookkeeping. `gradients` are
+ * those of a graph's parameters, or all sums but the `losses`; `begun` has the steps before the run.
  */
-function runOf(prefix, all) {
+function runOf(run, all) {
   const infos = all.filter(({ name }) => !isOwn(name));
-  const begins = (letter) => infos.filter(({ name }) => name.startsWith(`${prefix}${letter}.`));
-  const [parameters, taught] = [begins("p"), begins("g")];
-  const isGraph = parameters.length > 0 && taught.length > 0;
-  const summed = infos.filter((info) => hasSteps(info));
-  const losses = summed.filter((info) => isLoss(info));
-  const lacks = (a, b) => a.step - b.step || (progress(a) ?? 0) - (progress(b) ?? 0) || a.updated_at - b.updated_at;
-  const gradients = isGraph ? taught : summed.filter((info) => !losses.includes(info));
-  const [behind] = [gradients, losses, infos].find((some) => some.length)?.toSorted(lacks) ?? [];
+  const at = (place) => infos.filter((info) => hasSteps(info) && info.name.startsWith(`${run.prefix}${place}`));
+  const isGraph = infos.some(({ name }) => name.startsWith(`${run.prefix}p.`)) && at("g.").length > 0;
+  const lead = all.find(({ name }) => name === run.buffer);
   return {
-    name: prefix.replace(/(\.|::)$/, ""),
-    prefix,
+    ...{ count: 0, weight: 0, contributors_in: {}, ...NO_RULES },
+    ...lead,
+    ...run,
     infos,
-    behind,
-    losses,
-    gradients,
-    parameters: isGraph ? parameters : [],
-    first: all.find(({ name }) => name === `${prefix}::first`),
-    moved: infos.reduce((last, info) => Math.max(last, info.updated_at), 0),
+    lead,
+    losses: at("").filter(isLoss),
+    gradients: isGraph ? at("g.") : at("").filter((info) => !isLoss(info)),
+    begun: all.find(({ name }) => name === `${run.prefix}::first`),
     bytes: infos.reduce((sum, info) => sum + info.bytes, 0),
   };
 }
 
-function hasSteps(info) {
-  return info.step > 0 || [info.quorum, info.quorum_weight, info.deadline_seconds].some((rule) => rule !== null);
-}
-
-function isLoss({ name, shape }) {
-  return /loss$/i.test(name) && shape.every((length) => length === 1);
-}
-
-/** The numbers of steps of runs that train a graph: those of an earlier run are in a buffer of their own. */
-export class Steps {
-  constructor(api, signal) {
-    Object.assign(this, { api, signal, before: new Map() });
-  }
-
-  async read(runs) {
-    for (const { first } of runs) {
-      if (!first || this.before.has(stateOfBuffer(first))) continue;
-      const { value } = await this.api.get(path(first.name, "/value?encoding=list"), { signal: this.signal });
-      this.before.set(stateOfBuffer(first), Number(value.data));
-    }
-  }
-
-  /** Return how often a run has written all its parameters; null for runs without parameters. */
-  of({ parameters, first }) {
-    if (!parameters.length) return null;
-    const before = first ? this.before.get(stateOfBuffer(first)) ?? 0 : 0;
-    return before + Math.max(Math.min(...parameters.map(({ version }) => version)) - 1, 0);
-  }
-}
-
-const stateOfBuffer = ({ name, created_at: at, version }) => `${name}/${at}/${version}`;
-
 /**
- * Return the workers of a run: {name, kind, since}. `kind` is "in", "soon" while the step still moves, "out", or, if
- * somebody should look, "out slow". `since` is for how many seconds a worker that is out has not been seen. A worker
- * that `isGone` was not in the last closed step either.
+ * Return the workers of a run, or of a buffer: {name, kind, since}. `kind` is "in", "soon" while the step still moves,
+ * "out", "out slow" if somebody should look, "out slow left" if steps close without it, or "done". `since` is for how
+ * many seconds a worker that is out has not been seen.
  */
-export function workersOf({ behind }, now) {
-  const [still, isSlow] = [stillFor(behind, now), isWaiting(behind, now) || isLate(behind, now)];
-  const there = Object.entries(behind.contributors_in).map(([name, adds]) => ({ name, kind: "in", since: null, adds }));
-  const missing = (behind.missing ?? []).map((name) => {
-    const seen = behind.missing_since?.[name] ?? behind.updated_at;
-    const isGone = behind.closed_at !== null && seen < behind.closed_at;
-    const kind = isGone || isSlow ? "out slow" : still === null ? "soon" : "out";
-    return { name, kind, since: kind === "soon" ? null : Math.max(now - seen, 0), isGone };
-  });
-  return [...missing, ...there];
+export function workersOf(run, now) {
+  const [still, isSlow] = [stillFor(run, now), isWaiting(run, now) || isLate(run, now)];
+  const seen = (name) => run.missing_since?.[name] ?? run.updated_at;
+  const missing = run.missing ?? run.members?.filter((name) => !(name in run.contributors_in)) ?? [];
+  const left = run.left_out ?? missing.filter((name) => run.closed_at !== null && seen(name) < run.closed_at);
+  const awaited = isSlow ? "out slow" : still === null && run.state !== "idle" ? "soon" : "out";
+  const out = (kind) => (name) => ({ name, kind, since: kind.startsWith("out") ? Math.max(now - seen(name), 0) : null });
+  const waited = missing.filter((name) => !left.includes(name));
+  const there = Object.entries(run.contributors_in).filter(([name]) => !waited.includes(name) && !left.includes(name));
+  return [
+    ...left.map(out(run.ended ? "done" : "out slow left")),
+    ...waited.map(out(run.ended ? "done" : awaited)),
+    ...there.map(([name, adds]) => ({ name, kind: "in", since: null, adds })),
+  ];
 }
 
 /**
- * Return how a run goes at the server's time `now`: {kind, text, only, isActive}. `kind` is "bad", "late", "on",
- * "still" or "over"; `only` names the buffers that a link shows. `ill` is how many have values that are not finite.
+ * Return how a run goes at the server's time `now`: {kind, text, isActive}. `kind` is "bad", "late", "on", "still" or
+ * "over". `ill` says which values are not finite, if any are.
  */
 export function stateOf(run, ill, now) {
-  const stuck = run.infos.filter((info) => isWaiting(info, now)).sort((a, b) => a.updated_at - b.updated_at);
-  const rest = Math.max(now - run.moved, 0);
-  const isActive = rest < (stuck.length ? GIVEN_UP_SECONDS : OVER_SECONDS);
-  const state = (kind, text, only = null) => ({ kind, text, only, isActive });
-  if (ill) return state("bad", `${many(ill, "buffer")} with non-finite values`, "nonfinite");
-  const stop = stuck.length ? `stopped at ${count(stuck[0])}, ` : "";
-  if (!isActive) return state("over", `${stop}idle for ${span(rest)}`);
-  if (stuck.length) return state("late", waiting(stuck[0], now - stuck[0].updated_at), "waiting");
-  const gone = workersOf(run, now).filter(({ isGone }) => isGone);
+  const rest = Math.max(now - run.updated_at, 0);
+  const isOver = ["finished", "idle"].includes(run.state);
+  const state = (kind, text) => ({ kind, text, isActive: !isOver });
+  const { at, worker, error } = run.ended ?? {};
+  if (run.state === "failed") return state("bad", `failed${worker ? ` on ${worker}` : ""}${error ? `: ${error}` : ""}`);
+  if (ill) return state("bad", ill);
+  if (run.state === "finished") return state("over", `finished ${distance(Math.min(at, now), now)}`);
+  if (isOver) return state("over", `${run.count ? `stopped at ${count(run)}, ` : ""}no worker for ${span(rest)}`);
+  const isSlow = isWaiting(run, now) || (isLate(run, now) && run.missing?.length > 0);
+  const [begins, still] = [run.state === "joining" ? "joining, " : "", stillFor(run, now)];
+  if (isSlow || still !== null) return state(isSlow ? "late" : "still", begins + waiting(run, still ?? rest));
+  const gone = workersOf(run, now).filter(({ kind }) => kind === "out slow left");
   const since = span(Math.max(...gone.map((each) => each.since)));
-  if (gone.length) return state("late", `without ${missing(gone.map(({ name }) => name))} for ${since}`);
-  const late = run.infos.find((info) => isLate(info, now));
-  if (late) return state("late", `late${late.missing?.length ? `: ${missing(late.missing)}` : ""}`, "late");
-  const still = stillFor(run.behind, now);
-  if (still !== null) return state("still", waiting(run.behind, still));
-  return rest < QUIET_SECONDS ? state("on", "running") : state("still", `no add for ${span(rest)}`);
+  if (gone.length) return state("late", `running without ${missing(gone.map(({ name }) => name))} for ${since}`);
+  const word = begins ? "joining" : "running";
+  return rest < QUIET_SECONDS ? state("on", word) : state("still", `${word}, no add for ${span(rest)}`);
 }

@@ -1,7 +1,7 @@
 // Buffers as rows of a table, flat or as a tree by their runs and the dots in their names.
 
 import { progress } from "./progress.js";
-import { prefixes } from "./training.js";
+import { prefixOf } from "./training.js";
 
 const collator = new Intl.Collator("en", { numeric: true });
 
@@ -44,9 +44,9 @@ function ordering(key, descending) {
 
 /** Return the root of the tree: nodes have `groups` by the next part of the name, and `leaves`. */
 function grown(infos, prefix) {
-  const [root, runs] = [node(prefix), prefixes(infos.map(({ name }) => name))];
+  const root = node(prefix);
   for (const info of infos) {
-    const run = prefix === "" ? runs.get(info.name) : prefix;
+    const run = prefix === "" ? prefixOf(info) : prefix;
     const rest = info.name.slice(run.length).split(".");
     const within = rest.slice(0, -1).map((part) => `${part}.`);
     const parts = prefix === "" && run !== info.name ? [run, ...within] : within;
@@ -83,7 +83,9 @@ function grouped(place, above, level) {
   if (place.members.length === 1) return leaf(place.members[0], place.members[0].name.slice(above.length), level);
   while (place.groups.size === 1 && place.leaves.length === 0) [place] = place.groups.values();
   const name = place.path.replace(/(\.|::)$/, "");
-  const row = { id: `g:${name}`, name, label: name.slice(above.length), level, members: place.members, place };
+  const { run } = place.members[0];
+  const label = name.slice(above.length).replace(run?.replaceAll(".", ":2E") ?? "", run ?? ""); // dots, as people wrote
+  const row = { id: `g:${name}`, name, label, level, members: place.members, place };
   row.total = total(place.members);
   row.same = sameIn(place.members);
   return row;

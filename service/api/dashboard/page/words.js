@@ -5,7 +5,7 @@ const MOST_NAMED = 3;
 
 /** Return a number with `digits` significant digits as Python's format "g" writes it. */
 export function general(number, digits = 6) {
-  if (!Number.isFinite(number)) return Number.isNaN(number) ? "nan" : number > 0 ? "inf" : "-inf";
+  if (!Number.isFinite(number)) return Number.isNaN(number) ? "NaN" : "infinite";
   const [mantissa, power] = number.toExponential(digits - 1).split("e");
   const exponent = Number(power);
   if (exponent >= -4 && exponent < digits) return trimmed(number.toFixed(digits - 1 - exponent));
@@ -68,11 +68,14 @@ export function size(bytes) {
 /** Return a time in the reader's time zone: 2026-07-01 12:00:00+02:00. */
 export function time(seconds) {
   const at = new Date(Math.round(seconds * 1000));
-  const two = (number) => String(Math.trunc(Math.abs(number))).padStart(2, "0");
+  return at.toLocaleString("sv") + zone(at); // Swedes write the year first, and 24 hours
+}
+
+/** Return the offset of the reader's time zone at a time: +02:00. */
+export function zone(at = new Date()) {
   const east = -at.getTimezoneOffset();
-  const day = `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())}`;
-  const clock = `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
-  return `${day} ${clock}${east < 0 ? "-" : "+"}${two(east / 60)}:${two(east % 60)}`;
+  const two = (number) => String(Math.trunc(Math.abs(number))).padStart(2, "0");
+  return `${east < 0 ? "-" : "+"}${two(east / 60)}:${two(east % 60)}`;
 }
 
 /** Return the end of the deadline, and its rule: 30 s after the first gradient, if 2 are in. */

@@ -6,7 +6,8 @@ import { workersOf } from "./training.js";
 import { byName } from "./tree.js";
 import { count, deadline, distance, span, weight } from "./words.js";
 
-const SAID = { in: " is in", soon: " is expected", out: " is not in yet", "out slow": " is missing" };
+const OUT = { out: " is not in yet", "out slow": " is missing", "out slow left": "" };
+const SAID = { in: " is in", soon: " is expected", done: " has left", ...OUT };
 
 /** Return a list that `setChips` fills. */
 export const chips = () => h("ul", { class: "people" });
@@ -20,7 +21,8 @@ export function setChips(list, workers, most = Infinity) {
   if (list.children.length !== wanted) put(list, Array.from({ length: wanted }, () => h("li")));
   shown.forEach(({ name, kind, since, adds }, place) => {
     const chip = list.children[place];
-    const text = (adds > 1 ? `${name} (${adds})` : name) + (since === null ? "" : ` ${span(since)}`);
+    const left = kind.endsWith("left") ? " left out" : "";
+    const text = (adds > 1 ? `${name} (${adds})` : name) + left + (since === null ? "" : ` ${span(since)}`);
     const said = `${SAID[kind]}${since === null ? "" : ", since that time"}`;
     if (chip.textContent !== text + said) put(chip, text, h("span", { class: "unseen" }, said));
     mark(chip, "class", kind);
@@ -38,8 +40,8 @@ export class Running {
     this.element = h("section", { class: "panel running" }, this.title, list, this.track, this.people);
   }
 
-  /** Show the step of a buffer at the server's time `now`, with `more` texts by their names. */
-  draw(info, now, more = {}) {
+  /** Show the step of a buffer, or of a run that may be over, at the server's time `now`, with `more` texts by name. */
+  draw(info, now, { isOver = false, ...more } = {}) {
     const texts = {
       count: count(info),
       weight: weight(info),
@@ -48,9 +50,10 @@ export class Running {
       ...more,
     };
     Object.entries(this.values).forEach(([name, value]) => say(value, texts[name]));
+    for (const name of ["count", "weight", "deadline"]) this.values[name].parentElement.hidden = isOver;
     this.values.deadline.title = deadline(info);
     this.values.deadline.classList.toggle("late", isLate(info, now));
-    setBar(this.track, progress(info), isLate(info, now) || isWaiting(info, now));
-    setChips(this.people, workersOf({ behind: info }, now));
+    setBar(this.track, isOver ? null : progress(info), isLate(info, now) || isWaiting(info, now));
+    setChips(this.people, workersOf(info, now));
   }
 }
