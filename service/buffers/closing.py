@@ -21,20 +21,10 @@ WEIGHT_ROUNDING = 1e-9
 """The relative part of `quorum_weight` that may be missing: ten shares of 0.1 sum to a little less than 1."""
 
 
-def most_contributors(keep: int) -> int:
-    """Return how many contributors a step may have, if the buffer keeps this many closed steps."""
-    return min(MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS // keep)
-
-
-def most_bytes(keep: int) -> int:
-    """Return how many bytes their names may have."""
-    return min(MAX_CONTRIBUTORS_BYTES, MAX_KEPT_CONTRIBUTORS_BYTES // keep)
-
-
 def check_may_add(record: Record, name: str) -> None:
     """Raise `DuplicateContributor`, or `InvalidParameter` if the step has as many contributors as it may."""
     adds, others = record.contributors_in.get(name, 0), len(record.contributors_in)
-    limit, most = record.spec.per_contributor, most_contributors(record.spec.keep)
+    limit, most = record.spec.per_contributor, MAX_CONTRIBUTORS
     if adds >= limit:
         problem = (
             f"{shown(name)} has added {adds} gradient{'s' * (adds > 1)} to step {record.step} of {record.name!r},"
@@ -47,11 +37,11 @@ def check_may_add(record: Record, name: str) -> None:
             " the limit"
         )
         raise InvalidParameter(problem, parameter="contributor", buffer=record.name, step=record.step, limit=most)
-    size, most = names_bytes([*record.contributors_in, name]), most_bytes(record.spec.keep)
+    size, most = names_bytes([*record.contributors_in, name]), MAX_CONTRIBUTORS_BYTES
     if not adds and size > most:
         problem = (
             f"contributor is {shown(name)}, but with it the names of the {others + 1} contributors to step"
-            f" {record.step} of {record.name!r} have {size} bytes; the limit is {most} if keep is {record.spec.keep}"
+            f" {record.step} of {record.name!r} have {size} bytes; the limit is {most}"
         )
         raise InvalidParameter(problem, parameter="contributor", buffer=record.name, step=record.step, limit=most)
 
@@ -111,9 +101,21 @@ def close(txn: Transaction, record: Record, by: ClosedBy) -> tuple[Record, Close
         txn.free(old.value)
     expected, inside = record.spec.contributors or (), record.contributors_in.keys() - record.left_out
     absent = {name: record.last_in(name) for name in expected if name not in inside}
-    record = next_step(record).changed(closed=steps[-record.spec.keep :], closed_at=record.updated, absent=absent)
+    steps = _named(steps[-record.spec.keep :])
+    record = next_step(record).changed(closed=steps, closed_at=record.updated, absent=absent)
     txn.put(record)
     return record, closed
+
+
+def _named(steps: tuple[Closed, ...]) -> tuple[Closed, ...]:
+    """Return these steps. The oldest lose their contributors if all have too many together."""
+    names = size = 0
+    for place in reversed(range(len(steps))):
+        contributors = steps[place].contributors
+        names, size = names + len(contributors), size + names_bytes(contributors)
+        if names > MAX_KEPT_CONTRIBUTORS or size > MAX_KEPT_CONTRIBUTORS_BYTES:
+            return (*(each._replace(contributors={}) for each in steps[: place + 1]), *steps[place + 1 :])
+    return steps
 
 
 def next_step(record: Record) -> Record:

@@ -5,6 +5,7 @@ What most buffers do not use takes no bytes: rules with their defaults, contribu
 
 from __future__ import annotations
 
+import array
 import base64
 import hashlib
 import itertools
@@ -48,14 +49,14 @@ _STATE = ("updated", "closed", "step", "version", "count", "weight")
 _NUMBERS = struct.Struct("<QddQQQdQdd")
 """The numbers of a record: id, created, updated, step, version, count, weight, value, began and closed_at."""
 
-_CLOSED_NUMBERS = struct.Struct("<QQQdQ")
-"""The numbers of a closed step: step, version, count, weight and value."""
-
 _SHAPES = [_STATE, (*_STATE, "closed_by", "contributors")]
 """The members of receipts that are stored as a number: those of a receipt, and those of a closed step."""
 
 MOST_SPECS = 128
 """Different specifications that are remembered: at their limits, each takes 0.1 MB."""
+
+_REASONS = {*get_args(ClosedBy)}
+"""What may close a step."""
 
 _COMPRESSED_FROM = 256
 """Bytes of receipts that are compressed: to compress fewer takes longer than to store them."""
@@ -129,7 +130,7 @@ def unpack_record(name: BufferName, sealed: bytes | memoryview) -> Record:
     try:
         members, *state = orjson.loads(packed)
         spec = _shared_spec(orjson.dumps(members))
-        state[8] = tuple([_unpack_closed(spec, each) for each in state[8]])
+        state[8] = _unpack_closed(spec, state[8])
         began, contributors, closed_at, absent, about = _later(state[9:])
         if closed_at is None and state[8]:
             closed_at = state[2]  # a record of a format before 8
@@ -138,7 +139,7 @@ def unpack_record(name: BufferName, sealed: bytes | memoryview) -> Record:
         _check_numbers(absent, float)
         _check(isinstance(about, dict))
         return Record(name, spec, *[*state[:9], began, contributors, closed_at, absent, about, len(packed)])
-    except (LookupError, TypeError, ValueError, struct.error):
+    except (LookupError, OverflowError, TypeError, ValueError, struct.error):
         problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
         raise BufferCorrupt(problem, buffer=str(name)) from None
 
@@ -179,7 +180,7 @@ def _later(fields: Sequence[Any]) -> Sequence[Any]:
 def _check_numbers(contributors: Any, kind: type = int) -> None:
     """Raise `ValueError` unless these are numbers of adds, or times, by contributor."""
     if contributors != {}:
-        _check(isinstance(contributors, dict) and all(type(number) is kind for number in contributors.values()))
+        _check(isinstance(contributors, dict) and {*map(type, contributors.values())} == {kind})
 
 
 def _zeroed(value: Any) -> Any:
@@ -194,14 +195,18 @@ def _pack_closed(spec: Spec, closed: Closed) -> Sequence[Any]:
     return (*short, closed.closed_by, closed.contributors)
 
 
-def _unpack_closed(spec: Spec, packed: Sequence[Any]) -> Closed:
-    _CLOSED_NUMBERS.pack(*packed[:4], _zeroed(packed[4]))
-    if len(packed) == 5:
-        return Closed(*(*packed, _usual(spec, packed[2])))
-    closed_by, contributors = packed[5:]
-    _check(closed_by in get_args(ClosedBy))
-    _check_numbers(contributors)
-    return Closed(*packed)
+def _unpack_closed(spec: Spec, packed: Sequence[Sequence[Any]]) -> tuple[Closed, ...]:
+    """Return the closed steps. All are checked at once: a buffer may keep thousands. Raises for other types."""
+    if not packed:
+        return ()
+    whole = [each if len(each) != 5 else (*each, _usual(spec, each[2]), {}) for each in packed]
+    *numbers, reasons, contributors = zip(*whole, strict=True)
+    for of_all in (*numbers[:3], map(_zeroed, numbers[4])):
+        array.array("Q", of_all)
+    array.array("d", numbers[3])
+    _check({*reasons} <= _REASONS and {*map(type, contributors)} == {dict})
+    _check({*map(type, itertools.chain.from_iterable(each.values() for each in contributors))} <= {int})
+    return tuple(map(Closed._make, whole))
 
 
 def _usual(spec: Spec, count: int) -> ClosedBy:

@@ -9,12 +9,12 @@ from functools import lru_cache
 from typing import Any
 
 from service.buffers.changes import Change
-from service.buffers.closing import close, fulfilled, most_bytes, most_contributors
+from service.buffers.closing import close, fulfilled
 from service.buffers.names import BufferName
 from service.buffers.packed import MOST_SPECS, spec_of
 from service.buffers.record import Receipt, Record, Spec
 from service.buffers.specs import contradiction
-from service.buffers.steps import check_contributor, names_bytes
+from service.buffers.steps import MAX_CONTRIBUTORS_BYTES, check_contributor, names_bytes
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
 from service.errors import InvalidParameter, shown
@@ -23,9 +23,7 @@ from service.errors import InvalidParameter, shown
 def new_spec(members: Mapping[str, Any]) -> Spec:
     """Return the specification of a new buffer, whose members the table of rules allows. Raises `InvalidParameter`."""
     check_expected(members.get("contributors"))
-    spec = spec_of(members)
-    check_rules(spec)
-    return spec
+    return spec_of(members)
 
 
 def check_expected(contributors: Sequence[str] | None) -> None:
@@ -38,22 +36,14 @@ def check_expected(contributors: Sequence[str] | None) -> None:
             raise InvalidParameter(f"contributors has {shown(name)} {count} times, not once", parameter="contributors")
 
 
-def check_rules(spec: Spec) -> None:
-    """Raise `InvalidParameter` if the buffer expects more contributors than its steps may have."""
-    expected, most = len(spec.contributors or ()), most_contributors(spec.keep)
-    if expected > most:
-        problem = f"contributors has {expected} names, but a step takes {most} contributors if keep is {spec.keep}"
-        raise InvalidParameter(problem, parameter="contributors", limit=most)
-
-
 def check_names(spec: Spec) -> None:
     """Raise `InvalidParameter` if the names of the expected contributors are too long together.
 
     A buffer of an older version may have such names.
     """
-    size, most = names_bytes(spec.contributors or ()), most_bytes(spec.keep)
+    size, most = names_bytes(spec.contributors or ()), MAX_CONTRIBUTORS_BYTES
     if size > most:
-        problem = f"contributors has {size} bytes of names, but a buffer may expect {most} if keep is {spec.keep}"
+        problem = f"contributors has {size} bytes of names, but a buffer may expect {most}"
         raise InvalidParameter(problem, parameter="contributors", limit=most)
 
 
@@ -80,7 +70,6 @@ class SetRules(Change):
         super().admit(record)
         assert record is not None
         spec = _replaced(record.spec, (*self.rules.items(),))
-        check_rules(spec)
         if "contributors" in self.rules:
             check_names(spec)
         if (refusal := contradiction(spec)) is not None and contradiction(record.spec) is None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from service.errors import InvalidParameter, shown
 
@@ -14,7 +13,7 @@ ClosedBy: TypeAlias = Literal["quorum", "deadline", "take", "members"]
 MAX_QUORUM = 10**9
 """Gradients of a quorum: more than any step can gather."""
 
-MAX_KEEP = 1000
+MAX_KEEP = 2000
 """Closed steps that a buffer keeps: every record holds their list, and every change writes it."""
 
 MAX_TTL_SECONDS = 10**9
@@ -24,13 +23,13 @@ MAX_CONTRIBUTORS = 1000
 """Contributors to a step: every change of the buffer writes their names."""
 
 MAX_KEPT_CONTRIBUTORS = 20_000
-"""Contributors to all steps that a buffer keeps: about 200 KB of short names, which every change writes."""
+"""Contributors to closed steps that a buffer keeps, beyond which the oldest lose them: every change writes them."""
 
 MAX_CONTRIBUTORS_BYTES = 1 << 14
 """Bytes of the names of contributors that a buffer expects, or that a step has: 16 for each of a thousand."""
 
 MAX_KEPT_CONTRIBUTORS_BYTES = 1 << 18
-"""Bytes of these names in all steps that a buffer keeps."""
+"""Bytes of the names that a buffer keeps of contributors to closed steps."""
 
 MAX_CONTRIBUTOR_CHARACTERS = 100
 """Characters of a contributor's name: a host, a rank and the name of a run."""
@@ -39,17 +38,16 @@ MOST_MISSING_NAMED = 3
 """Missing contributors that an error names: the metadata lists all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(NamedTuple):
     """A closed step. Its sum has the id `value`, or None if nothing was added."""
 
     step: int
     version: int
-    count: int
+    count: int  # type: ignore[assignment]  # tuples count otherwise
     weight: float
     value: int | None
     closed_by: ClosedBy = "take"
-    contributors: Mapping[str, int] = field(default_factory=dict)
+    contributors: Mapping[str, int] = {}
     """How many gradients each contributor has added."""
 
     @property

@@ -143,8 +143,8 @@ class Store(Protocol):
     def record_bytes(self, names: Sequence[str]) -> int:
         """Return how many bytes the records of these buffers take in the store. To load them takes more memory."""
 
-    def read(self, names: Sequence[str], step: int | None = None) -> list[Snapshot]:
-        """Return the buffers with their values, as of one moment, or as of the end of `step`.
+    def read(self, names: Sequence[str], step: int | Sequence[int] | None = None) -> list[Snapshot]:
+        """Return the buffers with their values, as of one moment, or as of the end of `step`: one, or one of each name.
 
         Raises `UnknownBuffer`, `StepOpen`, `StepGone` and `BufferCorrupt`.
         """
@@ -269,16 +269,23 @@ def with_closed(records: list[Record], step: int | None) -> list[Record]:
     return records
 
 
+def closed_steps(records: Sequence[Record], step: int | Sequence[int] | None) -> list[Closed | None]:
+    """Return the closed step of each record, None for its running sum. Raises `StepOpen` and `StepGone`."""
+    if step is None:
+        return [None] * len(records)
+    steps = [step] * len(records) if isinstance(step, int) else step
+    return [record.closed_step(each) for record, each in zip(records, steps, strict=True)]
+
+
 def snapshots(
-    records: Iterable[Record], step: int | None, load: Callable[[Record, Closed | None], Array]
+    records: Sequence[Record], step: int | Sequence[int] | None, load: Callable[[Record, Closed | None], Array]
 ) -> list[Snapshot]:
-    """Return the buffers with the values that `load` returns, of now, or of the end of `step`, its second argument.
+    """Return the buffers with the values that `load` returns, of now or of the closed step, its second argument.
 
     Raises what `Store.read` raises.
     """
     found = []
-    for record in records:
-        of = None if step is None else record.closed_step(step)
+    for record, of in zip(records, closed_steps(records, step), strict=True):
         try:
             found.append(Snapshot(record, load(record, of), of))
         except BufferCorrupt as error:

@@ -110,7 +110,7 @@ BODIES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "fractional quorum": ({"shape": [], "quorum": 1.5}, ("quorum", "1.5")),
     "quorum beyond 64 bits": ({"shape": [], "quorum": 10**30}, ("quorum",)),
     "nothing to keep": ({"shape": [], "keep": 0}, ("keep", "0")),
-    "too much to keep": ({"shape": [], "keep": 1001}, ("keep", "1000", "1001")),
+    "too much to keep": ({"shape": [], "keep": 2001}, ("keep", "2000", "2001")),
     "a text to keep": ({"shape": [], "keep": "2"}, ("keep", "'2'")),
     "no time": ({"shape": [], "ttl_seconds": 0}, ("ttl_seconds", "0")),
     "negative time": ({"shape": [], "ttl_seconds": -1}, ("ttl_seconds", "-1")),

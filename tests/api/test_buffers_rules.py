@@ -290,12 +290,6 @@ def test_a_bad_rule_is_named(http: httpx.Client, case: str) -> None:
     assert metadata(http, name)["version"] == 0
 
 
-def test_more_contributors_than_are_kept_are_refused(http: httpx.Client) -> None:
-    rules = {"shape": [2], "keep": 1000, "contributors": [str(number) for number in range(21)]}
-    answer = http.put(f"/v1/buffers/{fresh()}", json=rules)
-    assert assert_problem(answer, 422, "invalid_parameter", "21 names", "20 contributors", "keep")["limit"] == 20
-
-
 # ----- new rules -----
 
 

@@ -32,7 +32,7 @@ class Watched(MemoryStore):
             self.meanwhile = None
         return found
 
-    def read(self, names: Sequence[str], step: int | None = None) -> list[Snapshot]:
+    def read(self, names: Sequence[str], step: int | Sequence[int] | None = None) -> list[Snapshot]:
         self.reads.append([*names])
         return super().read(names, step)
 

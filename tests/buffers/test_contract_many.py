@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from service import errors
-from service.buffers import perform
+from service.buffers import closing, perform
 from service.buffers.changes import Add, Create, Take, Zero
 from service.buffers.perform import Request, Wide
 from service.buffers.rules import SetRules
-from service.buffers.steps import MAX_CONTRIBUTORS_BYTES, MAX_KEPT_CONTRIBUTORS_BYTES
+from service.buffers.steps import MAX_CONTRIBUTORS_BYTES, MAX_KEEP
 from service.buffers.store import Store
 from tests.buffers.calls import add, create, do, ones, spec, state
 from tests.buffers.stores import PATIENCE, Clock
@@ -18,25 +18,56 @@ CROWD = tuple(f"{number:0100}" for number in range(MAX_CONTRIBUTORS_BYTES // 100
 """The longest names of contributors, as many as a buffer may expect."""
 
 
-@pytest.mark.parametrize("keep", [1, 1000])
-def test_the_names_of_contributors_to_a_step_are_bounded_in_bytes(store: Store, keep: int) -> None:
-    most = min(MAX_CONTRIBUTORS_BYTES, MAX_KEPT_CONTRIBUTORS_BYTES // keep)
-    create(store, "a", keep=keep, per_contributor=2)
+def test_the_names_of_contributors_to_a_step_are_bounded_in_bytes(store: Store) -> None:
+    most = MAX_CONTRIBUTORS_BYTES
+    create(store, "a", keep=MAX_KEEP, per_contributor=2)
     record = store.record("a").changed(contributors_in={"x" * (most - 3): 1, "y": 1})
     Add(name="a", gradient=ones(2), contributor="é").admit(record)
     Add(name="a", gradient=ones(2), contributor="y").admit(record)
-    with pytest.raises(
-        errors.InvalidParameter, match=f"'éx', .* bytes; the limit is {most} if keep is {keep}"
-    ) as caught:
+    with pytest.raises(errors.InvalidParameter, match=f"'éx', .* bytes; the limit is {most}") as caught:
         Add(name="a", gradient=ones(2), contributor="éx").admit(record)
     assert caught.value.context["limit"] == most
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MAX_KEPT_CONTRIBUTORS", 4), ("MAX_KEPT_CONTRIBUTORS_BYTES", 8)])
+def test_the_oldest_steps_lose_the_names_of_too_many_contributors(
+    store: Store, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    monkeypatch.setattr(closing, limit, most)
+    create(store, "a", keep=4, quorum=2, per_contributor=2)
+    for step in range(5):
+        for name in ("xx", "yy") if step < 4 else ("xx", "xx"):
+            add(store, "a", [1, 2], contributor=name)
+    found = store.record("a").closed
+    assert [(each.step, each.count, dict(each.contributors)) for each in found] == [
+        (1, 2, {}),
+        (2, 2, {}),
+        (3, 2, {"xx": 1, "yy": 1}),
+        (4, 2, {"xx": 2}),
+    ]
+
+
+def test_several_steps_are_read_at_once(store: Store) -> None:
+    create(store, "a", keep=3, quorum=1)
+    create(store, "b", keep=1, quorum=1)
+    for number in range(3):
+        add(store, "a", [number, 0])
+    add(store, "b", [7, 0])
+    found = store.read(["a", "b", "a"], [2, 0, 1])
+    assert [(each.record.name, each.of and each.of.step, each.value.tolist()) for each in found] == [
+        ("a", 2, [2, 0]),
+        ("b", 0, [7, 0]),
+        ("a", 1, [1, 0]),
+    ]
+    with pytest.raises(errors.StepOpen):
+        store.read(["a", "a"], [1, 3])
 
 
 def test_the_names_of_expected_contributors_are_bounded_in_bytes(store: Store) -> None:
     create(store, "a")
     create(store, "b", contributors=(*CROWD, "x" * 100))  # as an older version allowed
     do(store, SetRules(name="a", rules={"contributors": CROWD}))
-    with pytest.raises(errors.InvalidParameter, match=f"may expect {MAX_CONTRIBUTORS_BYTES} if keep is 1"):
+    with pytest.raises(errors.InvalidParameter, match=f"may expect {MAX_CONTRIBUTORS_BYTES}"):
         do(store, SetRules(name="a", rules={"contributors": (*CROWD, "x" * 100)}))
     do(store, SetRules(name="b", rules={"quorum": 3}))
     assert (store.record("a").spec.contributors, store.record("b").spec.quorum) == (CROWD, 3)

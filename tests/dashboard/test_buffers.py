@@ -313,6 +313,7 @@ def test_without_runs_the_page_shows_a_training(open_page: Open, server: str, ht
     exec(python, {})
     line = page.get_by_role("row", name="line")
     expect(line).to_contain_text("finished")
+    expect(line.locator(".loss")).to_contain_text("falling")
     page.get_by_role("navigation").get_by_role("link", name="Buffers").click()
     expect(page.locator('.c-name[title="line.loss"]')).to_be_visible()
     http.delete("/v1/runs/line").raise_for_status()

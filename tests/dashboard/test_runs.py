@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -10,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Error, Locator, Page, Route, expect
+from playwright.sync_api import Error, Locator, Page, Request, Route, expect
 
 from service.buffers.runs import IDLE_SECONDS
-from tests.dashboard.conftest import LOOKS, Open, findings
+from tests.dashboard.conftest import LOOKS, Open, asked_by, findings
 from tests.serving import delete_buffers, serving
 
 NAMES = ["layers.0.weight", "layers.0.bias", "head.weight"]
@@ -269,9 +270,9 @@ def test_a_step_that_is_not_finite_is_a_mark_in_the_chart(open_page: Open, serve
         body = {**gradients, "exp1.loss": "NaN"}
         http.post("/v1/buffers/accumulate", params={"contributor": worker}, json=body).raise_for_status()
     page = open_page(f"{server}#/runs/exp1")
-    loss = page.get_by_label("Loss of 3 closed steps; the last is NaN")
-    expect(loss).to_be_visible()
-    assert loss.locator("canvas").evaluate(RED_AT) == [1, 10]
+    losses = page.get_by_label("Loss of 3 closed steps; the last is NaN")
+    expect(losses).to_be_visible()
+    assert losses.locator("canvas").evaluate(RED_AT) == [1, 10]
     norm = page.get_by_label("Norm of 3 closed steps; the last is NaN")
     assert norm.locator("canvas").evaluate(RED_AT) == [10]
     expect(page.locator(".state.bad")).to_have_text("NaN in 2 buffers")
@@ -280,6 +281,27 @@ def test_a_step_that_is_not_finite_is_a_mark_in_the_chart(open_page: Open, serve
     expect(page.locator(".values")).to_contain_text("normNaNminNaNmaxNaNmeanNaN")
     expect(page.get_by_label("Norm of 3 closed steps; the last is NaN")).to_be_visible()
     expect(page.get_by_role("region", name="Closed steps").locator(".bad")).to_have_text(["NaN", "NaN"])
+
+
+def test_all_losses_that_are_kept_are_drawn_in_few_requests(open_page: Open, server: str, http: httpx.Client) -> None:
+    make(http, "exp1")
+    loss = {"shape": [], "quorum": 1, "keep": 2000, "life": http.get("/v1/runs/exp1").json()["life"]}
+    http.put("/v1/buffers/exp1.long_loss", json=loss).raise_for_status()
+
+    def add(count: int) -> None:
+        for number in range(count):
+            http.post("/v1/buffers/exp1.long_loss/accumulate", json={"gradient": number}).raise_for_status()
+
+    add(300)
+    page = open_page("about:blank")
+    asked = asked_by(page)
+    page.goto(f"{server}#/runs/exp1")
+    expect(page.get_by_label("Loss of 300 closed steps; the last is 299")).to_be_visible()
+    add(3)
+    expect(page.get_by_label("Loss of 303 closed steps; the last is 2")).to_be_visible()
+    since = [int(url.partition("since=")[2]) for url in asked if "long_loss/statistics" in url]
+    assert since == sorted({*since})
+    assert (since[0], {*since[1:]} <= {300, 301, 302}) == (0, True)
 
 
 def test_runs_that_are_over_are_folded_and_failed_ones_on_top(open_page: Open, server: str, http: httpx.Client) -> None:
@@ -362,7 +384,12 @@ def test_fifty_runs_and_two_thousand_buffers_are_accessible(
 ) -> None:
     page = open_page("about:blank", size, color_scheme=scheme)
     asked: list[str] = []
-    page.on("request", lambda each: asked.extend(each.post_data_json["names"] if each.method == "POST" else ()))
+
+    def note(request: Request) -> None:
+        if request.url.endswith("/v1/buffers/statistics?closed=true"):
+            asked.extend(json.loads(request.post_data or "")["names"])
+
+    page.on("request", note)
     page.goto(many)
     expect(page.locator("table.runs .name")).to_have_count(50)
     expect(row(page, "run1").locator(".state.bad")).to_be_visible()

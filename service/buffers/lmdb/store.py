@@ -105,13 +105,14 @@ class LmdbStore(Store):
         with reading(self._env) as reader:
             return sum(reader.record_bytes(BufferName(self.namespace, name)) for name in names)
 
-    def read(self, names: Sequence[str], step: int | None = None) -> list[Snapshot]:
+    def read(self, names: Sequence[str], step: int | Sequence[int] | None = None) -> list[Snapshot]:
         with reading(self._env) as reader, np.errstate(all="ignore"):
+            records = {name: self._alive(reader, name) for name in dict.fromkeys(names)}
 
             def load(record: Record, of: Closed | None) -> Array:
                 return reader.values.load(record.spec, (of or record).value, self._allocate)
 
-            return snapshots((self._alive(reader, name) for name in names), step, load)
+            return snapshots([records[name] for name in names], step, load)
 
     def recall(self, key: Key, names: Sequence[str] = ()) -> Known | None:
         with reading(self._env) as reader:

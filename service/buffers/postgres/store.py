@@ -45,6 +45,7 @@ from service.buffers.store import (
     Committed,
     Store,
     alive,
+    closed_steps,
     page,
     snapshots,
     uncounted,
@@ -164,12 +165,13 @@ class PostgresStore(Store):
     def record_bytes(self, names: Sequence[str]) -> int:
         return int(self._ask(lists.RECORD_BYTES([self.namespace] * len(names), names))[0][0])
 
-    def read(self, names: Sequence[str], step: int | None = None) -> list[Snapshot]:
+    def read(self, names: Sequence[str], step: int | Sequence[int] | None = None) -> list[Snapshot]:
         def find(connection: Connection) -> list[Snapshot]:
-            (rows,) = connection.exchange([self._records(names)])
+            (rows,) = connection.exchange([self._records([*dict.fromkeys(names)])])
             stored = _alive(names, rows)
             records = [stored[name].record for name in names]
-            values = [(record if step is None else record.closed_step(step)).value for record in records]
+            states = zip(records, closed_steps(records, step), strict=True)
+            values = [(of or record).value for record, of in states]
             found = groupby(stream(connection, [value for value in values if value is not None]), lambda one: one.value)
 
             def load(record: Record, of: Closed | None) -> Array:

@@ -131,6 +131,15 @@ def test_the_steps_are_those_that_the_buffer_keeps(http: httpx.Client) -> None:
     assert {(one["count"], one["weight"], one["closed_by"]) for one in found[3]} == {(2, 4.0, "quorum")}
 
 
+def test_closed_steps_since_one_say_what_is_not_finite(http: httpx.Client) -> None:
+    name = create(http, quorum=1, keep=4)
+    for gradient in ([1, 2], ["NaN", 1], ["Infinity", "NaN"], [1, "-Infinity"]):
+        add(http, name, gradient)
+    steps = statistics_of(http, name, since=1)["steps"]
+    assert [(one["step"], one["nonfinite"], one["nan"]) for one in steps] == [(1, 1, 1), (2, 2, 1), (3, 1, 0)]
+    assert statistics_of(http, name, since=4)["steps"] == []
+
+
 def test_closed_steps_of_a_large_buffer_are_computed_by_and_by(
     http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +263,9 @@ def test_a_table_has_the_last_closed_steps_if_asked(http: httpx.Client) -> None:
     assert_problem(http.post(path, json=naming(ran), params={"closed": "x"}), 422, "invalid_parameter", "closed")
 
 
-@pytest.mark.parametrize("params", [{"heat_map": 0}, {"heat_map": 257}, {"heat_map": "x"}, {"step": -1}, {"cells": 3}])
+@pytest.mark.parametrize(
+    "params", [{"heat_map": 0}, {"heat_map": 257}, {"heat_map": "x"}, {"step": -1}, {"since": -1}, {"cells": 3}]
+)
 def test_wrong_parameters_are_refused(http: httpx.Client, params: dict[str, Any]) -> None:
     name, code = create(http), "unknown_parameter" if "cells" in params else "invalid_parameter"
     assert_problem(http.get(f"/v1/buffers/{name}/statistics", params=params), 422, code, next(iter(params)))

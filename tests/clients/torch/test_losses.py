@@ -55,7 +55,7 @@ def test_the_mean_is_that_of_all_pushes_also_after_a_restart(
         states = [gradients.state_dict() for _, gradients in workers]
     buffer = one_or_three.buffers[f"{run}.loss"]
     info = buffer.info()
-    assert (info.shape, info.dtype, info.keep, info.closed_steps) == ((), "float64", 20, (0, 1))
+    assert (info.shape, info.dtype, info.keep, info.closed_steps) == ((), "float64", 2000, (0, 1))
     assert buffer.value(step=1, reduce="mean") == found[0].loss
 
 
@@ -161,4 +161,4 @@ def test_arrays_and_the_environment_have_it_too(monkeypatch: pytest.MonkeyPatch,
     gradients.pull()
     assert gradients.pulled is not None
     assert gradients.pulled.loss == 0.5
-    assert server.buffers[f"{run}.loss"].info().keep == 30
+    assert server.buffers[f"{run}.loss"].info().keep == 2000

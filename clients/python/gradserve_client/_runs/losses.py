@@ -15,8 +15,8 @@ from gradserve_client.errors import InvalidInput, mistaken
 Loss: TypeAlias = SupportsFloat | None
 """A loss as a program has it: a number, or a tensor of one."""
 
-KEPT_LOSSES = 20
-"""Closed steps of the loss that are kept, at least: the page draws them. More would bound the contributors."""
+KEPT_LOSSES = 2000
+"""Closed steps of the loss that are kept: the page draws them. It is the most that a server keeps."""
 
 
 def loss_name(prefix: str, others: Collection[str], loss: bool) -> str | None:

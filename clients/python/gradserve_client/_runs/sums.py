@@ -84,7 +84,7 @@ class Sums:
     def _create(self) -> None:
         rules = {**self._rules, "life": self.life}
         tally = {name: rule for name, rule in rules.items() if name != "max_norm"}
-        own = {self._loss: {**tally, "keep": max(KEPT_LOSSES, tally.get("keep", 1))}}
+        own = {self._loss: {**tally, "keep": KEPT_LOSSES}}
         for one in self._rounds:
             specs: dict[str, Any] = {}
             for group in one.groups:

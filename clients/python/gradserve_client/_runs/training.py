@@ -211,8 +211,7 @@ def summed(prefix: str, info: GraphInfo, rules: Mapping[str, Any] | None = None)
         for letter, some in groups.items()
         for name, one in some.items()
     }
-    kept = max(KEPT_LOSSES, (rules or {}).get("keep", 1))
-    return {**sums, f"{prefix}loss": spec(shape=(), dtype="float64", keep=kept)}
+    return {**sums, f"{prefix}loss": spec(shape=(), dtype="float64", keep=KEPT_LOSSES)}
 
 
 def state(prefix: str, group: str, tensors: Mapping[str, GraphTensor]) -> list[tuple[str, BufferSpec]]:
