@@ -13,7 +13,7 @@ from playwright.sync_api import Browser
 
 from tests.api.models import linear
 from tests.dashboard.screenshots import IMAGES, chromium
-from tests.dashboard.test_runs import NAMES, age, make, push, step
+from tests.dashboard.test_runs import age, begin, finish, leave, make, push, step
 from tests.serving import serving
 
 COLUMNS, WIDTH, MARGIN, CAPTION = 3, 620, 16, 26
@@ -41,7 +41,7 @@ class State(NamedTuple):
 EMPTY = State("before there are buffers", "#/runs")
 
 STATES = [
-    State("all runs: NaN, waiting, without a worker, quiet, running", "#/runs", click="1 idle run"),
+    State("all runs: failed, NaN, waiting, without a worker, quiet, running, over", "#/runs", click="1 finished run"),
     State("all runs, dark", "#/runs", scheme="dark"),
     State("all runs on a phone", "#/runs", PHONE),
     State("a run that waits for a worker", "#/runs/dead"),
@@ -65,7 +65,7 @@ STATES = [
 
 def prepare(http: httpx.Client) -> None:
     """Make runs in every state, and a graph with a run."""
-    for run in ("live", "dead", "slow", "nan", "old"):
+    for run in ("live", "dead", "slow", "nan", "old", "done", "failed"):
         make(http, run, keep=20)
         for number in range(8):
             step(http, run, 3 / (1 + number))
@@ -74,14 +74,16 @@ def prepare(http: httpx.Client) -> None:
         push(http, run, "rank1")
     push(http, "live", "rank0")
     step(http, "nan", "NaN")
-    make(http, "left", contributors=["rank0", "rank1", "rank2"], deadline_seconds=900)
+    finish(http, "done")
+    finish(http, "failed", "ValueError: no data")
+    make(http, "left")
     step(http, "left")
-    push(http, "left", "rank0")
-    push(http, "left", "rank1")
-    http.post("/v1/buffers/take", json={"names": [f"left.{name}" for name in [*NAMES, "loss"]]}).raise_for_status()
-    query = {"loss": "MSELoss", "set": "parameters:mlp.p.*"}
+    leave(http, "left", "rank2")
+    life = begin(http, "mlp")
+    query = {"loss": "MSELoss", "set": "parameters:mlp.p.*", "life": life}
     http.put("/v1/graphs/net", content=linear(), params=query).raise_for_status()
-    http.post("/v1/buffers/create", json={"buffers": {"mlp.g.w": {"shape": [2, 1]}, "mlp.loss": {"shape": []}}})
+    specs = {"mlp.g.w": {"shape": [2, 1], "life": life}, "mlp.loss": {"shape": [], "life": life}}
+    http.post("/v1/buffers/create", json={"buffers": specs}).raise_for_status()
 
 
 def go_on(http: httpx.Client) -> None:

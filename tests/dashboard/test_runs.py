@@ -156,6 +156,7 @@ def test_a_run_without_a_loss_has_the_curve_of_its_norm(open_page: Open, server:
     [
         ([3, 2.5, 2, 1.9], "falling"),
         ([1, 1, 1.2, 1.4], "rising"),
+        ([0.5**number for number in range(100)], "falling"),
         ([1, 2, 1, 2, 1], "flat"),
         ([1, 1, 1], "flat"),
         ([2, 1], None),
@@ -353,6 +354,20 @@ def test_a_run_has_its_workers_its_curves_and_its_buffers_as_a_tree(
     expect(page).to_have_url(f"{server}/#/runs")
     page.goto(f"{server}#/runs/none")
     expect(page.get_by_role("alert")).to_contain_text("No run is called none")
+
+
+def test_who_is_missing_and_since_when_is_not_cut(open_page: Open, server: str, http: httpx.Client) -> None:
+    make(http, "exp1")
+    step(http, "exp1")
+    push(http, "exp1", "rank1")
+    page = open_page("about:blank")
+    age(page, {"exp1": 1000})
+    page.goto(f"{server}#/buffers")
+    for column, text in (("missing", "rank0 and rank2 for 16 min"), ("updated", "16 min ago")):
+        cell = page.locator(f".rows .c-{column}").first
+        expect(cell).to_have_text(text)
+        assert cell.evaluate("cell => cell.scrollWidth <= cell.clientWidth")
+    assert page.evaluate("document.querySelector('.grid').scrollWidth <= innerWidth")
 
 
 def test_a_group_of_several_kinds_has_no_norm(open_page: Open, server: str, http: httpx.Client) -> None:

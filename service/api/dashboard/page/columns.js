@@ -12,7 +12,7 @@ const SPARK = { width: 52, height: 16 };
 /** Numbers that a small curve shows. */
 export const POINTS = 200;
 
-/** The least correlation of numbers with their places that is a trend. */
+/** The least correlation of ranks with places that is a trend. */
 const TREND = 0.3;
 
 /**
@@ -34,8 +34,8 @@ export function columnsOf({ statistics, norms, now }) {
   const weight = (info) => (info.weight === null ? "" : words.weight(info));
   const step = (info) => (info.steps ? [...new Set(info.steps)].join("–") : String(info.step));
   return [
-    { id: "name", title: "name", width: "minmax(13rem, 1fr)", key: (row) => row.name, fill: name },
-    plain("shape", "7.5rem", shape, { key: size }),
+    { id: "name", title: "name", width: "minmax(11rem, 1fr)", key: (row) => row.name, fill: name },
+    plain("shape", "7rem", shape, { key: size }),
     plain("dtype", "4.8rem", ({ dtype }) => dtype),
     {
       id: "count",
@@ -51,7 +51,7 @@ export function columnsOf({ statistics, norms, now }) {
     {
       id: "missing",
       title: "missing",
-      width: "minmax(11rem, 1.2fr)",
+      width: "minmax(8rem, 2fr)",
       isUsed: (infos) => infos.some((info) => info.missing !== null),
       key: (row) => of(row).missing?.length ?? null,
       fill: (cell, row) => {
@@ -81,7 +81,7 @@ export function columnsOf({ statistics, norms, now }) {
     {
       id: "updated",
       title: "updated",
-      width: "minmax(6.4rem, 0.4fr)",
+      width: "minmax(6rem, 0.3fr)",
       key: (row) => -of(row).updated_at,
       fill: (cell, row) => {
         say(cell, words.distance(Math.min(of(row).updated_at, now()), now()));
@@ -92,7 +92,7 @@ export function columnsOf({ statistics, norms, now }) {
     {
       id: "norm",
       title: "norm",
-      width: "8rem",
+      width: "7.4rem",
       number: true,
       key: (row) => statistics(row)?.norm ?? null,
       fill: (cell, row) => {
@@ -163,12 +163,14 @@ export function draw(element, numbers) {
   mark(element.firstChild, "points", points);
 }
 
-/** Return in a word how numbers go, as a line through them does: falling, rising or flat; null for fewer than three. */
+/** Return in a word how numbers go, by their ranks: falling, rising or flat; null for fewer than three. */
 export function trend(numbers) {
-  const [size, sum] = [numbers.length, (each) => numbers.reduce((all, number, place) => all + each(number, place), 0)];
-  const mean = sum((number) => number) / size;
-  if (size < 3 || !Number.isFinite(mean)) return null;
-  const along = sum((number, place) => (place - (size - 1) / 2) * (number - mean));
-  const correlation = along / Math.sqrt((sum((number) => (number - mean) ** 2) * (size ** 3 - size)) / 12) || 0;
+  const size = numbers.length;
+  if (size < 3 || !numbers.every(Number.isFinite)) return null;
+  const ranks = new Map(numbers.toSorted((a, b) => a - b).map((number, place) => [number, place]));
+  const sum = (each) => numbers.reduce((all, number, place) => all + each(ranks.get(number), place), 0);
+  const mean = sum((rank) => rank) / size;
+  const along = sum((rank, place) => (place - (size - 1) / 2) * (rank - mean));
+  const correlation = along / Math.sqrt((sum((rank) => (rank - mean) ** 2) * (size ** 3 - size)) / 12) || 0;
   return Math.abs(correlation) < TREND ? "flat" : correlation < 0 ? "falling" : "rising";
 }
