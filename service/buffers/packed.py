@@ -55,6 +55,12 @@ _SHAPES = [_STATE, (*_STATE, "closed_by", "contributors")]
 MOST_SPECS = 128
 """Different specifications that are remembered: at their limits, each takes 0.1 MB."""
 
+_LARGE_BYTES = 1 << 14
+"""Bytes of a record that is remembered once it is read: to read one of 2,000 closed steps takes milliseconds."""
+
+_MOST_LARGE = 16
+"""Large records that are remembered: each takes up to 2 MB."""
+
 _REASONS = {*get_args(ClosedBy)}
 """What may close a step."""
 
@@ -113,7 +119,7 @@ def pack_record(record: Record) -> bytes:
         record.count,
         record.weight,
         record.value,
-        [_pack_closed(spec, closed) for closed in record.closed],
+        [_pack_closed(spec, *pair) for pair in zip(record.closed, (None, *record.closed), strict=False)],
     ]
     if record.began is not None or record.contributors_in or record.absent or record.about:
         fields += [record.began, record.contributors_in]
@@ -126,6 +132,10 @@ def pack_record(record: Record) -> bytes:
 
 def unpack_record(name: BufferName, sealed: bytes | memoryview) -> Record:
     """Return the record of this name. Raises `BufferCorrupt` for what no version has packed."""
+    return _unpacked(name, sealed) if len(sealed) < _LARGE_BYTES else _unpacked_large(name, bytes(sealed))
+
+
+def _unpacked(name: BufferName, sealed: bytes | memoryview) -> Record:
     packed = unseal(sealed, seed_of(name.joined.encode())) or b""
     try:
         members, *state = orjson.loads(packed)
@@ -142,6 +152,9 @@ def unpack_record(name: BufferName, sealed: bytes | memoryview) -> Record:
     except (LookupError, OverflowError, TypeError, ValueError, struct.error):
         problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
         raise BufferCorrupt(problem, buffer=str(name)) from None
+
+
+_unpacked_large = lru_cache(_MOST_LARGE)(_unpacked)
 
 
 def sound(stored: Iterable[tuple[BufferName, bytes | memoryview]]) -> Iterator[tuple[BufferName, Record | None]]:
@@ -188,10 +201,13 @@ def _zeroed(value: Any) -> Any:
     return 0 if value is None else value
 
 
-def _pack_closed(spec: Spec, closed: Closed) -> Sequence[Any]:
+def _pack_closed(spec: Spec, closed: Closed, before: Closed | None) -> Sequence[Any]:
+    """Return the numbers of a closed step, and without its usual reason that and who was in it, unless as `before`."""
     short = (closed.step, closed.version, closed.count, closed.weight, closed.value)
     if not closed.contributors and closed.closed_by == _usual(spec, closed.count):
         return short
+    if before is not None and before.contributors == closed.contributors:
+        return (*short, closed.closed_by)
     return (*short, closed.closed_by, closed.contributors)
 
 
@@ -199,13 +215,17 @@ def _unpack_closed(spec: Spec, packed: Sequence[Sequence[Any]]) -> tuple[Closed,
     """Return the closed steps. All are checked at once: a buffer may keep thousands. Raises for other types."""
     if not packed:
         return ()
-    whole = [each if len(each) != 5 else (*each, _usual(spec, each[2]), {}) for each in packed]
+    whole, inside = [], dict[str, int]()
+    for each in packed:
+        inside = {} if len(each) == 5 else inside if len(each) == 6 else each[6]
+        whole.append((*each[:5], _usual(spec, each[2]) if len(each) == 5 else each[5], inside, *each[7:]))
     *numbers, reasons, contributors = zip(*whole, strict=True)
     for of_all in (*numbers[:3], map(_zeroed, numbers[4])):
         array.array("Q", of_all)
     array.array("d", numbers[3])
-    _check({*reasons} <= _REASONS and {*map(type, contributors)} == {dict})
-    _check({*map(type, itertools.chain.from_iterable(each.values() for each in contributors))} <= {int})
+    _check({*reasons} <= _REASONS)
+    for each in {id(each): each for each in contributors}.values():
+        _check_numbers(each)
     return tuple(map(Closed._make, whole))
 
 

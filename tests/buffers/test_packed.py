@@ -47,6 +47,27 @@ def test_a_plain_record_takes_few_bytes() -> None:
     assert text_of(new) == PLAIN[: PLAIN.index(b",2,5")] + b",0,0,0,0.0,null,[]]"
 
 
+def test_contributors_of_several_steps_are_stored_once() -> None:
+    xy, z = {"x": 1, "y": 1}, {"z": 2}
+    steps = [(xy, "quorum"), (xy, "quorum"), (xy, "deadline"), ({}, "quorum"), (xy, "quorum"), (z, "members")]
+    closed = tuple(Closed(at, at, 2, 2.0, None, by, inside) for at, (inside, by) in enumerate(steps))  # type: ignore[arg-type]
+    record = Record(NAME, spec((2,), quorum=2, keep=9), 7, 1.5, 2.5, closed=closed, closed_at=2.5)
+    assert text_of(record).count(b'{"x":1,"y":1}') == 2
+    assert record_of(text_of(record)).closed == closed
+
+
+def test_a_large_record_is_read_once() -> None:
+    steps = tuple(Closed(at, at, 2, 2.0, None) for at in range(1000))
+    record = Record(NAME, spec((2,), keep=1000), 7, 1.5, 2.5, closed=steps, closed_at=2.5)
+    sealed = pack_record(record)
+    found = unpack_record(NAME, memoryview(sealed))
+    assert found.closed == steps
+    assert unpack_record(NAME, sealed) is found
+    for other, of in ((BufferName("", "b"), sealed), (NAME, sealed.replace(b"7,1.5", b"8,1.5"))):
+        with pytest.raises(BufferCorrupt):
+            unpack_record(other, of)
+
+
 def test_a_record_of_a_format_before_8_closed_its_step_with_its_last_change() -> None:
     before = PLAIN.replace(b",2.25]", b"]")
     record = record_of(before)
