@@ -137,7 +137,7 @@ def test_metadata_that_is_not_an_object_is_refused(tmp_path: Path, about: str, w
         (with_rules(quorum=0), "has spec.quorum 0, but"),
         (with_rules(quorum="9"), "has spec.quorum '9', but"),
         (with_rules(keep=None), "has spec.keep null, but"),
-        (with_rules(keep=1001), "has spec.keep 1001, but"),
+        (with_rules(keep=2001), "has spec.keep 2001, but"),
         (with_rules(ttl_seconds=0), "has spec.ttl_seconds 0, but"),
         (with_rules(max_norm=0), "has spec.max_norm 0, but"),
         (with_rules(max_norm=math.inf), "has spec.max_norm "),
