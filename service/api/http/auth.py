@@ -39,8 +39,8 @@ def authorize(call: Call, access: Access, keys: KeyFile | None, hosts: re.Patter
     agent = call.headers.get(b"user-agent")
     if agent is not None and agent.startswith(_OLD_CLIENTS):
         raise OldClient(
-            f"This client is {shown(agent.decode('latin-1'))}, but gradserve {version('gradserve')} speaks with versions from"
-            " 0.4.0 on: pip install --upgrade gradserve-client"
+            f"This client is {shown(agent.decode('latin-1'))}, but gradserve {version('gradserve')} speaks with"
+            " versions from 0.4.0 on: pip install --upgrade gradserve-client"
         )
     if keys is None:
         _refuse_other_hosts(call, hosts)
