@@ -53,4 +53,4 @@ def must(name: str, message: str, value: object) -> str:
     """Return pydantic's message about a value in our words: axis is 'last', but must be an integer."""
     _, should, rest = message.partition(" should ")
     rest = re.sub(", (unable to|got a) .*| valid(?= )", "", rest).replace("a integer", "an integer")
-    return f"{name} is {shown(value)}, but must {rest}" if should else f"{name}: {message}, but is {shown(value)}"
+    return f"{name} is {shown(value)}" + (f", but must {rest}" if should else f": {message}")

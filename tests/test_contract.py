@@ -278,7 +278,7 @@ def test_an_attribute_takes_its_type_only(client: httpx.Client, operator: Operat
         wrong = ["nonsense"] if attribute.minimum is None else ["nonsense", attribute.minimum - 1]
         for one in wrong:
             answer = post(client, operator, **{attribute.name: one})
-            told = f"but is {one}" if attribute.is_list and isinstance(one, int) else f"'{one}'"
+            told = f"is {one}" if attribute.is_list and isinstance(one, int) else f"'{one}'"
             problem = assert_problem(answer, 422, "invalid_parameter", attribute.name, told)
             assert problem["parameter"] == attribute.name
         if attribute.required:
