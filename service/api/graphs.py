@@ -10,11 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from service.api.buffers.models import Life, ListQuery, Receipt
+from service.api.buffers.models import ListQuery, Receipt
 from service.api.buffers.openapi import DELETED, ETAG, MANY, ONE, READING, REPLAYED, UNCHANGED
 from service.api.buffers.preconditions import key_of, known_tag, refuse_headers
 from service.api.buffers.receipts import replayed
 from service.api.buffers.request import receive_no_body
+from service.api.buffers.specs import Life
 from service.api.http.answer import Answer, JsonAnswer
 from service.api.http.body import read_body
 from service.api.http.call import GRAPHS, Call, CurrentCall

@@ -12,9 +12,10 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, StrictStr
 from typing_extensions import TypedDict
 
-from service.api.buffers.models import Contributor, ListQuery
+from service.api.buffers.models import ListQuery
 from service.api.buffers.preconditions import refuse_headers
 from service.api.buffers.request import parse_model, receive, receive_no_body, reserved
+from service.api.buffers.specs import Contributor
 from service.api.http.answer import Answer, JsonAnswer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import check_no_query

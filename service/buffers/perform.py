@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from service.buffers.changes import Add, Change, Delete
 from service.buffers.closing import close_if_due
@@ -27,6 +27,9 @@ from service.errors import (
     TooManyTensors,
     shown,
 )
+
+HiddenChange: TypeAlias = PutGraph | DeleteGraph | RunChange
+"""A change of a buffer that no client names."""
 
 
 class Wide(NamedTuple):
@@ -70,7 +73,7 @@ class Request:
     answer: bytes = b""
     by_prefix: bool = False
     """Whether the changes come from a prefix of names: then the store keeps the names with the key."""
-    hidden: PutGraph | DeleteGraph | RunChange | None = None
+    hidden: HiddenChange | None = None
     """What happens to a graph or a run, together with the changes."""
 
 

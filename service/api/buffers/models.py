@@ -7,12 +7,10 @@ from typing import Annotated, Any, Literal, get_origin
 from pydantic import BaseModel, ConfigDict, Field, RootModel, StrictStr, create_model
 from typing_extensions import TypeAliasType, TypedDict
 
-from service.api.buffers.specs import FloatName, NewRules
+from service.api.buffers.specs import Contributor, FloatName, Life, NewRules
 from service.api.http.tensor_forms import absent, input_type, output_type
-from service.buffers.names import LIFE
 from service.buffers.pushes import MAX_PARTS
 from service.buffers.specs import RULES
-from service.buffers.steps import MAX_CONTRIBUTOR_CHARACTERS
 from service.codecs import json as json_codec
 from service.dtypes import FLOATS, INTEGERS
 
@@ -40,25 +38,6 @@ Encoding = Annotated[
 ]
 Reduce = Annotated[Literal["sum", "mean"], Field(description="The sum, or the sum divided by the sum of the weights.")]
 AnswerDtype = Annotated[FloatName | None, Field(description="The dtype of the answer; by default the buffer's.")]
-
-
-Contributor = Annotated[
-    str | None,
-    Field(
-        min_length=1,
-        max_length=MAX_CONTRIBUTOR_CHARACTERS,
-        description="Who adds: listed in the step, which takes per_contributor gradients of each contributor.",
-    ),
-]
-
-
-Life = Annotated[
-    str | None,
-    Field(
-        pattern=f"^{LIFE.pattern}$",
-        description="The life of the run that the buffers must have: a worker of a deleted run is refused.",
-    ),
-]
 
 
 class _Query(BaseModel):

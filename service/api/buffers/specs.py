@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, create_model
 
 from service.api.http.tensor_forms import absent
+from service.buffers.names import LIFE
 from service.buffers.rules import check_expected
 from service.buffers.specs import RULES, Rule
+from service.buffers.steps import MAX_CONTRIBUTOR_CHARACTERS
 
 MAX_RULES_BYTES = 1 << 18
 """Bytes of a body that describes a buffer: a thousand names of contributors, each of 100 characters, take 103 KB."""
@@ -20,6 +22,23 @@ _FIXED = {"nonfinite", "keep", "life"}
 """The rules that a buffer has for ever."""
 
 FloatName = Literal["float16", "bfloat16", "float32", "float64"]
+
+Contributor = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        max_length=MAX_CONTRIBUTOR_CHARACTERS,
+        description="Who adds: listed in the step, which takes per_contributor gradients of each contributor.",
+    ),
+]
+
+Life = Annotated[
+    str | None,
+    Field(
+        pattern=f"^{LIFE.pattern}$",
+        description="The life of the run that the buffers must have: a worker of a deleted run is refused.",
+    ),
+]
 
 
 def _kind(rule: Rule) -> Any:

@@ -20,12 +20,10 @@ from service.api.http.exchange import EXCHANGE, Exchange
 from service.api.http.offload import INLINE_LOOKUPS, in_pool, while_connected
 from service.api.http.waiting import ANY, Waiting
 from service.buffers.changes import Change
-from service.buffers.graph_changes import DeleteGraph, PutGraph
-from service.buffers.perform import Outcome, Wide
+from service.buffers.perform import HiddenChange, Outcome, Wide
 from service.buffers.perform import Request as StoreRequest
 from service.buffers.pushes import Part
 from service.buffers.record import Key
-from service.buffers.runs import RunChange
 from service.buffers.store import Store
 from service.codecs import json as json_codec
 from service.engine.cache import Cache
@@ -242,7 +240,7 @@ class Call:
         *,
         answer: bytes = b"",
         by_prefix: bool = False,
-        hidden: PutGraph | DeleteGraph | RunChange | None = None,
+        hidden: HiddenChange | None = None,
     ) -> Outcome:
         """Make the changes, which were computed from `sources`, in the store. Raises what `Store.submit` does.
 

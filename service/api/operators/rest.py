@@ -11,8 +11,9 @@ import orjson
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from service.api.buffers.models import MAX_WAIT_SECONDS, Life
+from service.api.buffers.models import MAX_WAIT_SECONDS
 from service.api.buffers.receipts import receipts_text
+from service.api.buffers.specs import Life
 from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.body import header_of, is_quick, read_body
 from service.api.http.call import Call, CurrentCall
