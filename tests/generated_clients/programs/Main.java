@@ -55,12 +55,12 @@ public class Main {
         String name = "java";
 
         ReluGradRequest request = new ReluGradRequest().dY(tensor(1, 2)).X(tensor(0.5, -1));
-        var answer = operators.reluGrad(null, null, null, null, null, null, null, null, null, null, null, request);
+        var answer = operators.reluGrad(null, null, null, null, null, null, null, null, null, null, null, null, request);
         show("relu", (FloatTensorAnswer) answer.getdX().getActualInstance());
 
         SGDOptimizerV2Request step = new SGDOptimizerV2Request().lr(tensor(1));
         step.weights(Map.of("fc.bias", tensor(3))).gradients(Map.of("fc.bias", tensor(1)));
-        var stepped = operators.sGDOptimizerV2(null, null, null, null, null, null, null, null, null, null, null, null, step);
+        var stepped = operators.sGDOptimizerV2(null, null, null, null, null, null, null, null, null, null, null, null, null, step);
         show("step", (FloatTensorAnswer) stepped.getUpdatedWeights().get("fc.bias").getActualInstance());
 
         buffers.createBuffer(name, new NewBuffer().shape(List.of(2L)), null, null, null);
@@ -69,17 +69,17 @@ public class Main {
             if (receipt.getCount() != 1) throw new AssertionError("a retry counts twice");
         }
         add(buffers, name, gradient(3, 4), null);
-        show("take", buffers.take(name, 2L, null, null, null, null, null, null, null, null).getValue());
+        show("take", buffers.take(name, 2L, null, null, null, null, null, null, null, null, null).getValue());
 
         try {
             request.X(tensor(1));
-            operators.reluGrad(null, null, null, null, null, null, null, null, null, null, null, request);
+            operators.reluGrad(null, null, null, null, null, null, null, null, null, null, null, null, request);
         } catch (ApiException error) {
             System.out.println("error " + fault(error));
         }
     }
 
     static Receipt add(BuffersApi buffers, String name, GradientBody body, String key) throws ApiException {
-        return buffers.accumulate(name, body, null, null, null, null, null, null, null, key, null);
+        return buffers.accumulate(name, body, null, null, null, null, null, null, null, null, key, null);
     }
 }
