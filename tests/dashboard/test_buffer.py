@@ -106,7 +106,7 @@ def test_it_follows_the_buffer(open_page: Open, server: str, http: httpx.Client,
 def test_it_remembers_the_norms_of_steps_that_are_no_longer_kept(
     open_page: Open, server: str, http: httpx.Client, buffer: str, faults: Faults
 ) -> None:
-    faults.statuses = {404, 410}
+    faults.statuses = {404, 409, 410}
     page = open_page(f"{server}#/buffers/{NAME}")
     for closed in range(2, 6):
         expect(page.get_by_role("img", name=f"Norm of {closed} closed steps")).to_be_visible()
