@@ -31,7 +31,7 @@ from service.buffers.graph_changes import DeleteGraph, PutGraph
 from service.buffers.graphs import StoredGraph
 from service.buffers.names import check_length, check_name
 from service.buffers.record import Key
-from service.errors import Invalid, InvalidParameter, UnsupportedMediaType, shown
+from service.errors import Invalid, InvalidGraph, InvalidParameter, UnsupportedMediaType, shown
 
 if TYPE_CHECKING:
     from service.graphs.graph import Graph
@@ -61,6 +61,7 @@ class PutQuery(BaseModel):
         alias="set",
         description="`parameters:m.p.*`: write the model's weights into new buffers. May repeat.",
     )
+    strict: bool = Field(False, description="Refuse a model with `doubts`.")
     life: Life = None
 
 
@@ -114,6 +115,10 @@ class GraphInfo(GraphHead):
     outputs: dict[str, GraphTensor]
     gradients: Annotated[dict[str, GraphTensor], Field(description="The group of gradients, named as the parameters.")]
     nodes: Annotated[dict[str, int], Field(description="The number of nodes of each operator.")]
+    doubts: Annotated[
+        list[str],
+        Field(description="Signs that an exporter has changed the parameters: training changes another model."),
+    ]
 
 
 class UploadedGraph(GraphInfo):
@@ -156,6 +161,9 @@ async def put_graph(call: CurrentCall, name: str, query: Annotated[PutQuery, Que
     options = {each: value for each in ("loss", "train") if (value := getattr(query, each)) is not None}
     call.start_clock()
     put, key, graph = await call.offload(False, _read, call, name, content, options)
+    if query.strict and (doubts := graph.signature()["doubts"]):
+        problem = f"strict=true, and {'; '.join(doubts)}. Export the model with dynamo=True, optimize=False"
+        raise InvalidGraph(problem, doubts=doubts)
     changes = _weights(call, graph, query.sets, query.life) if query.sets else []
     outcome = await call.submit(changes, key, hidden=put)
     assert outcome.graph is not None

@@ -73,7 +73,8 @@ def _body(call: Node, function: Function, budget: Budget) -> list[Node]:
         items = sum(len(value) for value in values.values() if isinstance(value, list))
         budget.take(sum(map(len, texts)) + len(texts) * (FIELD_BYTES + length) + 8 * items, len(texts) + items)
         inputs, outputs = tuple(map(name_of, node.inputs)), tuple(map(name_of, node.outputs))
-        nodes.append(Node(node.op, node.domain, node.version, inputs, outputs, values, f"{call.name}/{node.name}"))
+        name, module = f"{call.name}/{node.name}", call.module or node.module
+        nodes.append(Node(node.op, node.domain, node.version, inputs, outputs, values, name, module, node.rules))
     direct = [(given[name], target) for name, target in results.items() if name in given and target]
     return nodes + [Node("Identity", "", call.version, (old,), (new,), {}, call.name) for old, new in direct]
 

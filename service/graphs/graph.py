@@ -17,6 +17,7 @@ from annotated_types import Ge, Lt
 
 from service.dtypes import INT32, INT64, NAMES, Array, Kind
 from service.errors import DtypeMismatch, InvalidGraph, MissingTensor, ShapeMismatch, shown
+from service.graphs.exported import doubts_of
 from service.graphs.forward import training_of
 from service.graphs.model import DEFAULT_LIMITS, GraphLimits, Value, name_of, read
 from service.graphs.nodes import SEED
@@ -49,7 +50,7 @@ class Port(NamedTuple):
 class Graph:
     """A program that a client brought. A request may replace the tensors that the model has itself."""
 
-    def __init__(self, kind: str, program: Program, nodes: Sequence[Node]) -> None:
+    def __init__(self, kind: str, program: Program, nodes: Sequence[Node], doubts: Sequence[str] = ()) -> None:
         self.kind, self._program = kind, program
         self._plans: dict[tuple[str, ...], Plan] = {}
         running = [Value(name, program.initial[name].dtype, program.initial[name].shape) for name in program.statistics]
@@ -81,6 +82,7 @@ class Graph:
             "outputs": _described(self._outputs[""]),
             GRADIENTS: _described(self._outputs[GRADIENTS]),
             "nodes": dict(kinds.most_common()),
+            "doubts": [*doubts],
         }
         self._operator = self._declared(f"A graph of {len(nodes)} nodes.", is_random=SEED in plan.inputs)
         self.nbytes = sum(map(getsizeof, paced(_held(self))))
@@ -93,7 +95,8 @@ class Graph:
         """Return the graph in a file's bytes; with `loss`, its training (see `training_of`). Raises `InvalidGraph`."""
         model = read(content, limits)
         program = program_of(model, train) if loss is None else training_of(model, loss, train)
-        return cls("training" if program.gradients else "inference", program, model.nodes)
+        doubts = doubts_of(model, [one.name for one in program.parameters])
+        return cls("training" if program.gradients else "inference", program, model.nodes, doubts)
 
     @property
     def initial(self) -> Mapping[str, Array]:
@@ -255,7 +258,9 @@ def _checked(name: str, expected: Value, array: Array, *, is_input: bool) -> Arr
         claim(2 * array.nbytes)
         array = array.astype(INT64)
     if array.dtype != expected.dtype:
-        raise DtypeMismatch(f"{name} is {array.dtype}, but must be {NAMES[expected.dtype]}", tensor=name)
+        wanted = NAMES[expected.dtype]
+        way = f": cast to {wanted}" * (array.dtype.kind == expected.dtype.kind)
+        raise DtypeMismatch(f"{name} is {array.dtype}, but must be {wanted}{way}", tensor=name)
     shape = array.shape if expected.shape is None else expected.shape
     fits = [length in (None, given) for length, given in zip(shape, array.shape, strict=False)]
     if len(array.shape) != len(shape) or not all(fits):

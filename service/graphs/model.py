@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from service.dtypes import FLOAT32, INT64, NAMES, Array, DType
 from service.errors import InvalidGraph, shown
+from service.graphs.exported import origin_of, tensors_of
 from service.graphs.functions import Function, inlined
 from service.graphs.nodes import NODES
 from service.graphs.nodes.table import dtype_of
 from service.graphs.plan import Node, paced
 from service.graphs.protobuf import Budget, Message, numbered
 from service.graphs.tensors import ATTRIBUTE, TENSOR, array_of, attribute_of, kind_of, with_defaults
+from service.graphs.unrolled import MAX_BRANCH_NODES, SEQUENCES, VIEWS, Branch, chosen, unrolled
 
 OPSETS = range(13, 24)
 """The versions of ONNX's own operators that a model may import."""
 
 
-_FILE = numbered("7:graph 8:opset_import 25:functions")
+_FILE = numbered("2:producer 7:graph 8:opset_import 25:functions")
 _OPSET = numbered("1:domain 2:version")
 _FUNCTION = numbered("1:name 4:input 5:output 7:node 9:opset_import 10:domain 11:attribute")
-_GRAPH = numbered("1:node 5:initializer 11:input 12:output 15:sparse_initializer")
-_NODE = numbered("1:input 2:output 3:name 4:op_type 5:attribute 7:domain")
+_GRAPH = numbered("1:node 5:initializer 11:input 12:output 15:sparse_initializer 16:metadata")
+_NODE = numbered("1:input 2:output 3:name 4:op_type 5:attribute 7:domain 9:metadata")
 _VALUE = numbered("1:name 2:type")
 _TYPE = numbered("1:tensor")
 _TENSOR_TYPE = numbered("1:elem_type 2:shape")
@@ -42,6 +44,28 @@ class GraphLimits:
 
 
 DEFAULT_LIMITS = GraphLimits()
+
+FORMATS = {
+    (0, b"PK\x03\x04"): "a zip, as PyTorch's .pt and Keras's .keras are",
+    (0, b"\x80\x02"): "a pickle, as old .pt files of PyTorch are",
+    (0, b"\x89HDF\r\n\x1a\n"): "HDF5, as Keras's .h5 are",
+    (4, b"TFL3"): "a .tflite of TensorFlow",
+    (8, b'{"'): "a .safetensors, which has weights alone",
+}
+"""What other files begin with, by the place of the mark."""
+
+EXPORTS = (
+    "PyTorch makes one with torch.onnx.export(net, args, path, dynamo=True, optimize=False)",
+    "Keras and TensorFlow with tf2onnx",
+)
+
+HINTS = {
+    "If": "a branch is served if both sides are views of one tensor: export with dynamo=True, optimize=False",
+    "Loop": "unroll a loop; nn.EmbeddingBag is one: use nn.Embedding, and the sum or mean of its result",
+    "Scan": "unroll a scan",
+    "SequenceAt": "a sequence must have parts and places that are constants",
+}
+"""What a person can do about an operator that is not served."""
 
 
 class Value(NamedTuple):
@@ -68,12 +92,18 @@ class Model:
     outputs: tuple[Value, ...]
     budget: Budget
     """What is left of that of the file."""
+    module: Mapping[str, str] = field(default_factory=dict)
+    """What `tensors_of` returns: the parameters and buffers of the module, if an exporter has named them."""
+    producer: str = ""
+    """The program that has written the file."""
 
 
 def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
     """Return the model in a file's bytes. Raises `InvalidGraph`, which lists all operators that are not served."""
-    if bytes(content[:4]) == b"PK\x03\x04":
-        raise InvalidGraph("the file is a zip, as PyTorch's are, and no ONNX model: torch.onnx.export makes one")
+    if kind := next(
+        (kind for (at, mark), kind in FORMATS.items() if bytes(content[at : at + len(mark)]) == mark), None
+    ):
+        raise InvalidGraph(f"the file is {kind}, and no ONNX model: {'; '.join(EXPORTS)}")
     budget = Budget()
     file = Message(memoryview(content).cast("B"), _FILE, budget)
     if "graph" not in file:
@@ -88,10 +118,14 @@ def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
     called = {(_domain(one), one.text("name")) for one in functions}
     bodies = {(_domain(one), one.text("name")): _function(one, called) for one in functions}
     nodes = inlined(_nodes(graph, _opsets(file), called), bodies, limits.max_nodes, budget)
-    _check_served(nodes)
     initializers = _initializers(graph, limits)
+    nodes = unrolled(nodes, initializers | _constants(nodes))
+    _check_served(nodes)
     constants = _constants(nodes)
-    inputs = [_value(one) for one in graph.messages("input", _VALUE) if one.text("name") not in initializers]
+    declared = graph.messages("input", _VALUE)
+    inputs = [_value(one) for one in declared if one.text("name") not in initializers]
+    for value in (_value(one) for one in declared if one.text("name") in initializers):
+        _check_initializer(value, initializers[value.name])
     dtypes = {name: one.dtype for name, one in (initializers | constants).items()} | {
         one.name: one.dtype for one in inputs
     }
@@ -103,6 +137,8 @@ def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
         nodes=tuple(one for one in checked if one.outputs),
         outputs=tuple(_value(one) for one in graph.messages("output", _VALUE)),
         budget=budget,
+        module=tensors_of(graph),
+        producer=file.text("producer"),
     )
     _check_names(model)
     return model
@@ -130,7 +166,27 @@ def _function(message: Message, called: Collection[tuple[str, str]]) -> Function
 
 
 def _nodes(message: Message, opsets: Mapping[str, int], called: Collection[tuple[str, str]]) -> list[Node]:
-    return [_node(one, opsets, called) for one in message.messages("node", _NODE)]
+    return [made for one in message.messages("node", _NODE) for made in _made(one, opsets, called)]
+
+
+def _made(message: Message, opsets: Mapping[str, int], called: Collection[tuple[str, str]]) -> list[Node]:
+    """Return a node; for an If between views, what `chosen` makes of it."""
+    node = _node(message, opsets, called)
+    graphs = [
+        graph
+        for name in ("then_branch", "else_branch") * ((node.domain, node.op) == ("", "If"))
+        for one in message.messages("attribute", ATTRIBUTE)
+        if one.text("name") == name
+        for graph in one.messages("g", _GRAPH)
+        if len(graph.all("node")) <= MAX_BRANCH_NODES and "initializer" not in graph
+    ]
+    return chosen(node, [_branch(one, opsets, called) for one in graphs]) if len(graphs) == 2 else [node]
+
+
+def _branch(graph: Message, opsets: Mapping[str, int], called: Collection[tuple[str, str]]) -> Branch:
+    nodes = [_node(one, opsets, called) for one in graph.messages("node", _NODE)]
+    outputs = [one.text("name") for one in graph.messages("output", _VALUE)]
+    return Branch([with_defaults(one) if one.op in VIEWS and not one.domain else one for one in nodes], outputs)
 
 
 def _node(message: Message, opsets: Mapping[str, int], called: Collection[tuple[str, str]]) -> Node:
@@ -138,12 +194,14 @@ def _node(message: Message, opsets: Mapping[str, int], called: Collection[tuple[
     if domain not in opsets:
         raise InvalidGraph(f"the node {shown(name)}, {shown(op)}, has the domain {shown(domain)}, without an opset")
     attributes = {}
-    for one in message.messages("attribute", ATTRIBUTE) if _is_served(domain, op) or (domain, op) in called else ():
+    is_read = _is_served(domain, op) or (domain, op) in called or (not domain and op in SEQUENCES)
+    for one in message.messages("attribute", ATTRIBUTE) if is_read else ():
         attributes[one.text("name")] = attribute_of(one, f"{op} {name}")
     outputs = message.texts("output")
     while outputs and not outputs[-1]:
         outputs.pop()
-    return Node(op, domain, opsets[domain], tuple(message.texts("input")), tuple(outputs), attributes, name)
+    inputs, origin = tuple(message.texts("input")), origin_of(message)
+    return Node(op, domain, opsets[domain], inputs, tuple(outputs), attributes, name, *origin)
 
 
 def _initializers(graph: Message, limits: GraphLimits) -> dict[str, Array]:
@@ -157,6 +215,15 @@ def _initializers(graph: Message, limits: GraphLimits) -> dict[str, Array]:
         if size > limits.max_bytes:
             raise InvalidGraph(f"the initializers take more than {limits.max_bytes} bytes", limit=limits.max_bytes)
     return initializers
+
+
+def _check_initializer(value: Value, array: Array) -> None:
+    """Raise `InvalidGraph` if an initializer is not as the input of its name."""
+    shape = array.shape if value.shape is None else value.shape
+    fits = [length in (None, given) for length, given in zip(shape, array.shape, strict=False)]
+    if array.dtype != value.dtype or len(shape) != array.ndim or not all(fits):
+        has, wants = f"{array.dtype} of shape {shown([*array.shape])}", f"{value.dtype} of shape {shown([*shape])}"
+        raise InvalidGraph(f"the initializer {shown(value.name)} is {has}, but the input of that name is {wants}")
 
 
 def _value(message: Message) -> Value:
@@ -192,7 +259,8 @@ def _check_served(nodes: Iterable[Node]) -> None:
     """Raise `InvalidGraph` with all operators that are not in `NODES`."""
     if keys := {(node.domain, node.op) for node in nodes if not _is_served(node.domain, node.op)}:
         listed = ", ".join(f"{domain}.{op}" if domain else op for domain, op in sorted(keys))
-        raise InvalidGraph(f"the model has operators that are not served: {listed}", operators=listed)
+        ways = "".join(f". {op}: {way}" for op, way in HINTS.items() if ("", op) in keys)
+        raise InvalidGraph(f"the model has operators that are not served: {listed}{ways}", operators=listed)
 
 
 def _constants(nodes: Iterable[Node]) -> dict[str, Array]:

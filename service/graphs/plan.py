@@ -32,6 +32,10 @@ class Node:
     attributes: Mapping[str, Any]
     """Python values: numbers, texts, lists of them, and arrays."""
     name: str = ""
+    module: str = ""
+    """The path of the module that the node is of, if the file says it."""
+    rules: str = ""
+    """The rules by which an exporter's optimizer has made the node."""
 
     @property
     def label(self) -> str:

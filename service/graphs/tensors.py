@@ -21,7 +21,7 @@ from service.graphs.protobuf import Budget, Message, numbered
 from service.kernels import OPERATORS, check_dtypes
 from service.limits import MAX_RANK
 
-ATTRIBUTE = numbered("1:name 2:f 3:i 4:s 5:t 7:floats 8:ints 9:strings 20:type 21:reference")
+ATTRIBUTE = numbered("1:name 2:f 3:i 4:s 5:t 6:g 7:floats 8:ints 9:strings 20:type 21:reference")
 TENSOR = numbered(
     "1:dims 2:data_type 4:float_data 5:int32_data 7:int64_data 8:name 9:raw_data 10:double_data 11:uint64_data"
     " 13:external_data 14:data_location"
@@ -150,7 +150,7 @@ class _Declared(NamedTuple):
 
 
 _OTHERS = {"BiasGelu": (2, 2, 1), "FastGelu": (1, 2, 1), "Gelu": (1, 1, 1), "Swish": (1, 1, 1)}
-_OTHERS["SimplifiedLayerNormalization"] = (2, 2, 2)
+_OTHERS |= {"SimplifiedLayerNormalization": (2, 2, 2), "If": (2, 4, 1)}
 """The least and the most inputs, and the most outputs, of operators that neither ONNX nor a kernel declares."""
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from fnmatch import fnmatchcase
 
 import ml_dtypes
 
 from service.dtypes import FLOATS, Array
 from service.errors import InvalidGraph, shown
+from service.graphs.exported import MADE, NORMALIZATIONS, is_constant
 from service.graphs.model import Model, Value
 from service.graphs.plan import paced
 from service.graphs.protobuf import MAX_CHARACTERS
@@ -18,9 +18,6 @@ FIXED = (
     " Pad 2, Pow 1, RNN 5, Resize 1 2, ScatterElements 0, ScatterND 0, SoftmaxCrossEntropyLoss 2"
 )
 """Inputs of operators that are no weights, though they may be floats with a dimension."""
-
-MADE = re.compile(r"val_\d+|onnx::\w+")
-"""The names that PyTorch's exporters give to constants. A constant with one of them may be a weight in another form."""
 
 
 def parameters_of(model: Model, train: str | None = None) -> dict[str, Value]:
@@ -55,24 +52,29 @@ def parameters_of(model: Model, train: str | None = None) -> dict[str, Value]:
 def _weights(model: Model) -> list[str]:
     """Return the initializers that are weights, in the order of the model."""
     fixed = {(op, int(place)) for op, *places in map(str.split, FIXED.split(",")) for place in places}
-    readers: dict[str, set[str]] = {}
+    readers: dict[str, set[tuple[str, int]]] = {}
     for node in paced(model.nodes):
         for place, name in enumerate(node.inputs):
-            if (node.op, place) not in fixed:
-                readers.setdefault(name, set()).add(node.op)
+            if (node.op, place) not in fixed or model.module.get(name) == "PARAMETER":
+                readers.setdefault(name, set()).add((node.op, place))
     return [
         name
         for name, one in paced(model.initializers.items())
-        if name in readers and _is_weight(name, one, readers[name])
+        if name in readers and one.dtype.name in FLOATS.dtypes and one.size and _is_weight(model, name, readers[name])
     ]
 
 
-def _is_weight(name: str, array: Array, readers: set[str]) -> bool:
-    """Whether an initializer is no integer, no number that an exporter made, and no mask, with the largest numbers."""
-    if array.dtype.name not in FLOATS.dtypes or not array.ndim or not array.size:
+def _is_weight(model: Model, name: str, readers: set[tuple[str, int]]) -> bool:
+    """Whether floats are a parameter of the module, as the file says, or else no mask, no number and no table."""
+    if name in model.module:
+        return model.module[name] == "PARAMETER"
+    array, is_made = model.initializers[name], MADE.fullmatch(name)
+    if not array.ndim and (is_made or model.producer != "pytorch"):
         return False
-    if array.size == 1 and MADE.fullmatch(name) and readers <= {"Div", "Mul"}:
-        return False
+    if is_made:
+        is_number = array.size == 1 and {op for op, _ in readers} <= {"Div", "Mul"}
+        if is_number or is_constant(array) or all(op in NORMALIZATIONS and place for op, place in readers):
+            return False
     largest = ml_dtypes.finfo(array.dtype).max  # type: ignore[no-untyped-call]
     return bool(-largest < array.min() and array.max() < largest)
 

@@ -33,6 +33,20 @@ def linear(factor: float = 2.0) -> bytes:
     return model(*nodes, inputs=[("x", ["n", 2])], outputs=[("y", ["n", 1])], w=[[factor], [3]], b=[1])
 
 
+def doubtful() -> bytes:
+    """y = norm(norm(x)), where both norms read the scale w and the bias b, as when an exporter merges them."""
+    nodes = [
+        helper.make_node("LayerNormalization", [x, "w", "b"], [y], name=f"/{y}/LayerNormalization")
+        for x, y in (("x", "h"), ("h", "y"))
+    ]
+    return model(*nodes, inputs=[("x", ["n", 2])], outputs=[("y", ["n", 2])], w=[1, 2], b=[0, 3])
+
+
+DOUBTS = [
+    f"'{name}' is read by LayerNormalization in 2 modules, '/h, /y': were they equal at the start?" for name in "wb"
+]
+
+
 def chain(length: int, size: int = 2) -> bytes:
     """The product of `length` matrices of this size, and one more, without an input."""
     nodes = [helper.make_node("MatMul", [f"w{step}", "w0"], [f"w{step + 1}"]) for step in range(length)]

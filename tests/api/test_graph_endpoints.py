@@ -22,7 +22,7 @@ from service.codecs.safetensors import MEDIA_TYPE
 from service.graphs.graph import Graph
 from service.kernels import claim
 from service.keys import add as add_key
-from tests.api.models import chain, linear, model, trained
+from tests.api.models import DOUBTS, chain, doubtful, linear, model, trained
 from tests.serving import assert_problem, serving
 
 SAFETENSORS = {"Content-Type": MEDIA_TYPE}
@@ -442,3 +442,15 @@ def test_the_memory_of_an_upload_is_counted() -> None:
     with serving(max_bytes_in_flight=16 << 20, max_tensor_bytes=1 << 20) as url, httpx.Client(base_url=url) as small:
         assert_problem(put(small, content=content), 413, "tensor_too_large", "GRADSERVE_MAX_BYTES_IN_FLIGHT")
         assert put(small).status_code == 201
+
+
+def test_a_model_that_an_exporter_has_changed_has_doubts(client: httpx.Client) -> None:
+    refused = put(client, content=doubtful(), loss="MSELoss", strict="true")
+    problem = assert_problem(refused, 422, "invalid_graph")
+    assert problem["doubts"] == DOUBTS
+    assert problem["detail"].endswith(f"{DOUBTS[1]}. Export the model with dynamo=True, optimize=False")
+    assert ok(client.get("/v1/graphs"))["graphs"] == []
+    assert ok(put(client, content=doubtful(), loss="MSELoss"))["doubts"] == DOUBTS
+    described = ok(client.get("/v1/graphs/g"))
+    assert (described["doubts"], described["options"]) == (DOUBTS, {"loss": "MSELoss"})
+    assert ok(put(client, "right", strict="true"))["doubts"] == []

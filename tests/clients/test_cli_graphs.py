@@ -10,7 +10,7 @@ import pytest
 from gradserve_client import Client
 from safetensors.numpy import load_file, save_file
 
-from tests.api.models import linear
+from tests.api.models import DOUBTS, doubtful, linear
 from tests.clients.conftest import delete_all
 from tests.clients.terminal import Call
 from tests.serving import serving
@@ -75,3 +75,14 @@ def test_a_file_is_written_over_buffers_and_back(call: Call, server: Client, tmp
     assert call(server, "buffers", "save", "nothing.", made).code == 3
     assert load_file(made).keys() == tensors.keys()
     delete_all(server)
+
+
+def test_doubts_are_shown_and_strict_refuses(call: Call, server: Client, tmp_path: Path) -> None:
+    file = tmp_path / "twice.onnx"
+    file.write_bytes(doubtful())
+    put = ["graphs", "put", "twice", file, "--loss", "MSELoss"]
+    refused = call(server, *put, "--strict")
+    assert (refused.code, refused.out) == (5, "")
+    assert DOUBTS[0] in refused.err
+    assert call(server, *put).out.splitlines()[-2:] == [f"doubt: {one}" for one in DOUBTS]
+    assert call(server, "graphs", "show", "twice", "--json").json["doubts"] == DOUBTS

@@ -12,7 +12,7 @@ from gradserve_client import Conflict, InvalidInput, KeyReused, NotFound, StaleS
 from gradserve_client._runs import training
 from onnx import helper
 
-from tests.api.models import linear, trained
+from tests.api.models import DOUBTS, doubtful, linear, trained
 from tests.api.models import model as onnx_model
 from tests.clients.both import connected
 from tests.clients.conftest import delete_all
@@ -280,3 +280,16 @@ def test_workers_that_begin_at_once_have_the_same_weights(server: Any, monkeypat
     with pytest.raises(KeyReused, match="other weights"):
         server.graphs["lin"].join("exp1").start({"w": [[1], [2]], "b": [4]})
     assert server.graphs["lin"].join("exp1").parameters()["b"] == [3]
+
+
+def test_the_log_warns_of_a_model_with_doubts(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    info = server.graphs.put("twice", doubtful(), loss="MSELoss")
+    assert info.doubts == DOUBTS
+    *warnings, way = [
+        record.message for record in caplog.records if "graph" in record.message or "export" in record.message
+    ]
+    assert warnings == [f"graph twice may train another model than the exported one: {doubt}" for doubt in DOUBTS]
+    assert "dynamo=True, optimize=False" in way
+    server.graphs["twice"].delete()
+    with pytest.raises(InvalidInput, match="strict=true, and 'w' is read by LayerNormalization in 2 modules"):
+        server.graphs.put("twice", doubtful(), loss="MSELoss", strict=True)

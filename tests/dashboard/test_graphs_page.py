@@ -9,7 +9,7 @@ import httpx
 import pytest
 from playwright.sync_api import Route, expect
 
-from tests.api.models import linear
+from tests.api.models import DOUBTS, doubtful, linear
 from tests.dashboard.conftest import DESK, EVIL, LOOKS, Faults, Open, asked_by, findings
 from tests.dashboard.test_runs import age
 
@@ -161,3 +161,13 @@ def test_names_of_a_model_are_text_and_a_key_may_lack_a_scope(
     expect(page.get_by_role("status").filter(has_text="lacks the package onnx")).to_be_visible()
     page.goto(f"{run}?one#/graphs/net")
     expect(page.get_by_role("alert")).to_contain_text("lacks the package onnx")
+
+
+def test_doubts_are_above_the_graph(open_page: Open, server: str, http: httpx.Client) -> None:
+    http.put("/v1/graphs/twice", content=doubtful(), params={"loss": "MSELoss"}).raise_for_status()
+    page = open_page(f"{server}#/graphs/twice")
+    panel = page.locator(".panel", has=page.get_by_role("heading", name="Doubts"))
+    expect(panel.get_by_role("listitem")).to_have_text(DOUBTS)
+    expect(panel).to_contain_text("torch.onnx.export(net, args, path, dynamo=True, optimize=False) keeps them")
+    assert findings(page) == []
+    http.delete("/v1/graphs/twice").raise_for_status()

@@ -51,6 +51,7 @@ def test_weights_are_optional_members_with_names_that_buffers_may_have() -> None
         "outputs": {"out::y.1": {"dtype": "float32", "shape": None}},
         "gradients": {},
         "nodes": {"Mul": 1, "Add": 1},
+        "doubts": [],
     }
     assert {name: one.tolist() for name, one in made.initial.items()} == {"parameters.fc_1_scale:0": [1, 2, 3]}
     operator = made.operator("scaled")

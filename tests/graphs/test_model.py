@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Callable
 from io import BytesIO
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from safetensors.numpy import save
 
 from service.dtypes import BFLOAT16, FLOAT32
 from service.errors import InvalidGraph
@@ -171,12 +174,48 @@ def test_other_files_are_refused(content: bytes) -> None:
         read(content)
 
 
-def test_a_file_of_pytorch_is_named() -> None:
+def zipped() -> bytes:
     file = BytesIO()
     with ZipFile(file, "w") as archive:
         archive.writestr("model/data.pkl", b"")
-    with pytest.raises(InvalidGraph, match=r"is a zip, as PyTorch's are, .* torch\.onnx\.export makes one"):
-        read(file.getvalue())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (zipped(), "a zip, as PyTorch's .pt and Keras's .keras are"),
+        (pickle.dumps({"w": [1.0]}, 2), "a pickle, as old .pt files of PyTorch are"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(8), "HDF5, as Keras's .h5 are"),
+        (b"\x1c\0\0\0TFL3" + bytes(8), "a .tflite of TensorFlow"),
+        (save({"w": np.zeros(2)}), "a .safetensors, which has weights alone"),
+    ],
+)
+def test_a_file_of_another_kind_is_named_with_the_export_to_onnx(content: bytes, kind: str) -> None:
+    way = "PyTorch makes one with torch.onnx.export(net, args, path, dynamo=True, optimize=False)"
+    with pytest.raises(InvalidGraph, match=re.escape(f"the file is {kind}, and no ONNX model: {way}")):
+        read(content)
+
+
+@pytest.mark.parametrize(("shape", "kind"), [([3, 2], "float32"), ([2], "float32"), ([2, 3], "float64")])
+def test_an_initializer_that_contradicts_its_input_is_refused(shape: list[int], kind: str) -> None:
+    add, value = helper.make_node("Add", ["x", "w"], ["y"]), numpy_helper.from_array(np.zeros(shape, kind), "w")
+    content = model(add, inputs=[tensor("x"), tensor("w", (2, 3))], initializer=[value]).SerializeToString()
+    fault = f"the initializer 'w' is {kind} of shape {shape}, but the input of that name is float32 of shape [2, 3]"
+    with pytest.raises(InvalidGraph, match=re.escape(fault)):
+        read(content)
+
+
+def test_an_initializer_may_be_as_its_input_says() -> None:
+    add, value = helper.make_node("Add", ["x", "w"], ["y"]), numpy_helper.from_array(np.zeros((2, 3), "f4"), "w")
+    content = model(add, inputs=[tensor("x"), tensor("w", ("n", 3))], initializer=[value]).SerializeToString()
+    assert [one.name for one in read(content).inputs] == ["x"]
+
+
+@pytest.mark.parametrize(("op", "way"), [("Loop", "nn.Embedding, and the sum or mean"), ("Scan", "unroll a scan")])
+def test_control_flow_is_refused_with_a_way(op: str, way: str) -> None:
+    with pytest.raises(InvalidGraph, match=rf"operators that are not served: {op}\. {op}: .*{way}"):
+        read(model(helper.make_node(op, ["x"], ["y"])).SerializeToString())
 
 
 def test_the_fields_of_a_file_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

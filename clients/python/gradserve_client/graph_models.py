@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -63,6 +63,8 @@ class GraphInfo(GraphHead):
     """The gradients, named as the parameters."""
     nodes: Mapping[str, int] = field(hash=False)
     """The number of nodes of each operator."""
+    doubts: Sequence[str] = field(default=(), hash=False)
+    """Signs that an exporter has changed the parameters: training changes another model then."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from service.graphs.gradients.arrays import unbroadcast
 from service.graphs.gradients.tape import Tape, gradient_of, gradients, rule
 from service.graphs.nodes.shapes import sources, to_depth, to_space, triangle
 from service.graphs.plan import Node
+from service.graphs.unrolled import OURS
 from service.kernels.gather import gather_grad
 
 Shape = tuple[int, ...]
@@ -22,6 +23,7 @@ rule("Identity")(lambda tape, node, dY: [dY])
 rule("Expand")(lambda tape, node, dY: [tape.like(dY, node.inputs[0])])
 for _op in ("Flatten", "Reshape", "Squeeze", "Unsqueeze"):
     gradients(_op, lambda dY, shape: dY.reshape(shape))
+gradients("If", None, lambda dY, shape: dY.reshape(shape), domain=OURS)
 
 
 @gradient_of("Transpose")

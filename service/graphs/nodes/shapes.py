@@ -11,8 +11,9 @@ import numpy as np
 
 from service.dtypes import FLOAT32, INT64, Array, DType
 from service.errors import InvalidTensor, ShapeMismatch, shown
-from service.graphs.nodes.table import Function, dtype_of, function_of, maker
+from service.graphs.nodes.table import NODES, Function, dtype_of, function_of, maker
 from service.graphs.plan import Node
+from service.graphs.unrolled import OURS
 from service.kernels import OPERATORS, claim, spare_memory
 from service.limits import MAX_RANK
 
@@ -80,6 +81,18 @@ SIMPLE: dict[str, Function] = {
 
 for _op, _function in SIMPLE.items():
     function_of(_op)(_function)
+
+
+@maker("If", domain=OURS)
+def _chosen(node: Node) -> Function:
+    then, other = node.attributes["views"]
+    views, count = [NODES["", one.op](one) for one in (then, other)], len(then.inputs) - 1
+
+    def choose(condition: Array, data: Array, *others: Array) -> Any:
+        view, more = (views[0], others[:count]) if condition.item() else (views[1], others[count:])
+        return view(data, *more)
+
+    return choose
 
 
 @maker("Split")

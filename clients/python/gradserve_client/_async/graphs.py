@@ -8,9 +8,12 @@ from pathlib import Path
 
 from gradserve_client._async.model import AsyncModel
 from gradserve_client._async.runner import AsyncRunner
+from gradserve_client._http.log import logger
 from gradserve_client._wire import graphs
 from gradserve_client.errors import InvalidInput
 from gradserve_client.graph_models import GraphHead, GraphInfo
+
+EXPORT = "PyTorch's exporter keeps the parameters with torch.onnx.export(net, args, path, dynamo=True, optimize=False)"
 
 
 class AsyncGraphs:
@@ -44,6 +47,7 @@ class AsyncGraphs:
         loss: str | None = None,
         train: str | None = None,
         set: Mapping[str, str] | None = None,
+        strict: bool = False,
         idempotency_key: str | None = None,
     ) -> GraphInfo:
         """Upload an ONNX model, a file or its bytes, and return what it takes and gives. The same may exist already.
@@ -52,12 +56,20 @@ class AsyncGraphs:
         NegativeLogLikelihoodLoss, MSELoss, L1Loss or BCEWithLogitsLoss. `train` has the parameters to train, as
         patterns: `"!embed.*"`. `set={"parameters": "m.p.*"}` writes the model's own weights into new buffers.
 
+        If an exporter seems to have changed the parameters, the log warns with the result's `doubts`; `strict` refuses
+        such a model.
+
         Raises `InvalidInput` for a model that the server cannot run, and `Conflict` if another model has the name.
         """
         one_server(self._runner)
         content = model if isinstance(model, bytes) else Path(model).read_bytes()
-        options = {"loss": loss, "train": train}
-        return await self._runner.run(graphs.put(name, content, options, set or {}, idempotency_key))
+        options = {"loss": loss, "train": train, "strict": "true" if strict else None}
+        info = await self._runner.run(graphs.put(name, content, options, set or {}, idempotency_key))
+        for doubt in info.doubts:
+            logger.warning("graph %s may train another model than the exported one: %s", name, doubt)
+        if info.doubts:
+            logger.warning("%s", EXPORT)
+        return info
 
 
 def one_server(runner: AsyncRunner) -> AsyncRunner:

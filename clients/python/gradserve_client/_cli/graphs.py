@@ -33,13 +33,16 @@ def put(
         list[str] | None,
         typer.Option("--set", metavar="GROUP:PREFIX*", help="Write the model's own weights into new buffers."),
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a model whose parameters an exporter seems to have changed.")
+    ] = False,
     key: Key = None,
 ) -> None:
     """Upload an ONNX model, and show what it takes and gives."""
     session: Session = ctx.obj
     buffers = dict(pairs("--set", ":", weights))
     with session.server() as server:
-        info = server.graphs.put(name, file, loss=loss, train=train, set=buffers, idempotency_key=key)
+        info = server.graphs.put(name, file, loss=loss, train=train, set=buffers, strict=strict, idempotency_key=key)
     _print(session, info)
 
 
@@ -121,6 +124,8 @@ def _print(session: Session, info: GraphInfo) -> None:
     nodes = ", ".join(f"{count} {kind}" for kind, count in info.nodes.items())
     typer.echo(f"{info.name}: {info.kind}, {size(info.bytes)}, {nodes}")
     console().print(table(["", "name", "dtype", "shape"], rows, wraps="name", header=False))
+    for doubt in info.doubts:
+        typer.echo(f"doubt: {doubt}")
 
 
 def _shape(shape: tuple[int | None, ...] | None) -> str:

@@ -15,6 +15,7 @@ export async function show(main, { api, caller, signal, name }) {
   put(
     main,
     h("header", { class: "title" }, h("div", {}, crumbs, h("h1", {}, name), summary(graph, api.now()))),
+    graph.doubts.length > 0 && panel("Doubts", doubts(graph)),
     h(
       "div",
       { class: "buffer" },
@@ -27,6 +28,12 @@ export async function show(main, { api, caller, signal, name }) {
     return put(runs, say("Runs are buffers: your API key lacks buffers:read."));
   const none = `No buffers have its parameters yet: set=parameters:${name}.p.* writes them.`;
   await followRuns(runs, { api, signal, none: () => say(none), isShown: (run) => trains(run, graph) });
+}
+
+function doubts({ doubts }) {
+  const text = "An exporter seems to have changed the parameters, so training changes another model: ";
+  const way = h("code", {}, "torch.onnx.export(net, args, path, dynamo=True, optimize=False)");
+  return [h("p", { class: "bad" }, text, way, " keeps them."), h("ul", {}, doubts.map((each) => h("li", {}, each)))];
 }
 
 /** Return whether the run has a buffer, as exp1.p.NAME, for each parameter of the graph. */
