@@ -83,11 +83,11 @@ def main() -> None:
     for name, (_, of) in MODELS.items():
         (key, rows), _ = every[of].items()
         sample = rows[:2].float() if of == "digits" else rows[:2]
-        names = {"input_names": [key], "output_names": ["scores"], "dynamic_axes": {key: {0: "rows"}}}
-        path = str(FOLDER / f"{name}.onnx")
-        # In its form for training a model keeps apart weights that begin equal, such as those of its norms.
-        form = {"training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
-        torch.onnx.export(made(name), (sample,), path, dynamo=False, opset_version=17, **form, **names)
+        names = {"input_names": [key], "output_names": ["scores"], "dynamic_shapes": ({0: "rows"},)}
+        # The optimizer makes one weight of those that begin equal, such as those of norms, and folds others.
+        program = torch.onnx.export(made(name), (sample,), dynamo=True, optimize=False, verbose=False, **names)
+        assert program is not None
+        program.save(FOLDER / f"{name}.onnx")
 
 
 if __name__ == "__main__":
