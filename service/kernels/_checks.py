@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from service.dtypes import FLOAT64, Array
 from service.errors import AxisOutOfRange, DtypeMismatch, InvalidTensor, MissingTensor, ShapeMismatch, UnknownTensor
@@ -53,6 +53,19 @@ def one_element(name: str, tensor: Array) -> float:
         raise InvalidTensor(f"{name} has shape {list(tensor.shape)}, but must have one element", tensor=name)
     number: float = tensor.reshape(()).astype(FLOAT64 if tensor.dtype.itemsize == 2 else tensor.dtype).item()
     return number
+
+
+def numbers_of(
+    name: str, given: Mapping[str, Array] | None, default: float, weights: Iterable[str]
+) -> dict[str, float]:
+    """Return a number for each weight: the only element of its tensor in the group `name`, or else the default."""
+    numbers = dict.fromkeys(weights, default)
+    for weight, tensor in (given or {}).items():
+        if weight not in numbers:
+            problem = f"{name}.{weight} has no weights.{weight}: {name} may have names of weights only"
+            raise UnknownTensor(problem, tensor=f"{name}.{weight}")
+        numbers[weight] = one_element(f"{name}.{weight}", tensor)
+    return numbers
 
 
 def has_shape(name: str, tensor: Array, shape: tuple[int, ...], meaning: str) -> None:

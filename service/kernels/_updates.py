@@ -50,11 +50,15 @@ def _blocks_of(group: Mapping[str, Array]) -> list[tuple[str, slice]]:
 
 
 def update(
-    formula: Callable[..., object], groups: Sequence[Mapping[str, Array]], dtypes: Sequence[DType], temporaries: int = 0
+    formulas: Mapping[str, Callable[..., object]],
+    groups: Sequence[Mapping[str, Array]],
+    dtypes: Sequence[DType],
+    temporaries: int = 0,
 ) -> Any:
-    """Call `formula(*blocks, *outputs, *temporaries)` on each block of the groups. Return a group for each dtype.
+    """Call `formulas[name](*blocks, *outputs, *temporaries)` on each block of the tensors of this name in the groups.
 
-    The groups have the same names and shapes. All blocks of a call have one dtype, the widest, at least float32.
+    Return a group for each dtype. The groups have the same names and shapes. All blocks of a call have one dtype, the
+    widest, at least float32.
     """
     results: list[dict[str, Array]] = [
         {name: new_output(None, one.shape, dtype) for name, one in groups[0].items()} for dtype in dtypes
@@ -71,7 +75,7 @@ def update(
         size = len(outputs[0])
         wide = [room_for(output, dtype, given + slot) for slot, output in enumerate(outputs)]
         free = given + len(outputs)
-        formula(*inputs, *wide, *(scratch(free + slot, size, dtype) for slot in range(temporaries)))
+        formulas[name](*inputs, *wide, *(scratch(free + slot, size, dtype) for slot in range(temporaries)))
         for result, output in zip(wide, outputs, strict=True):
             store(result, output, (free, free + 1))
 

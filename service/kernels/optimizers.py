@@ -9,7 +9,7 @@ ONNX keeps them as float32, so a `beta` of 0.999 is 0.99900001 there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from service import dtypes
 from service.dtypes import FLOAT16, Array, DType, cast
 from service.errors import InvalidParameter, InvalidTensor
-from service.kernels._checks import one_element, same_members, same_shapes
+from service.kernels._checks import numbers_of, one_element, same_members, same_shapes
 from service.kernels._op import op
 from service.kernels._types import T_GRAD, Bit, Flag, Group, Rank0, T, TSize, U, V
 from service.kernels._updates import dtype_of, sum_of_squares, update
@@ -27,8 +27,8 @@ FAMILY = "Optimizers"
 Weights = TypeVar("Weights", bound=Annotated[Array, dtypes.FLOATS])
 Mixed = TypeVar("Mixed", bound=Annotated[Array, dtypes.FLOATS])
 
-_STEP = {"weights": {"w": [1.0, 2.0]}, "gradients": {"w": [0.5, -0.5]}, "update_signal": True}
-_MOMENTS = {"momentums_1": {"w": [0.0, 0.0]}, "momentums_2": {"w": [0.0, 0.0]}}
+_STEP = {"weights": {"w": [1.0, 2.0]}, "gradients": {"w": [0.5, -0.5]}, "update_signal": True, "lrs": {"w": 0.25}}
+_ADAMW = {"momentums_1": {"w": [0.0, 0.0]}, "momentums_2": {"w": [0.0, 0.0]}, "weight_decays": {"w": 0.5}}
 
 
 @op("SGDOptimizer", outputs="NW NG", example={"ETA": 0.5, "W": [1.0, 2.0], "G": [0.5, -0.5]})
@@ -44,27 +44,34 @@ def sgd_optimizer(ETA: V, W: T, G: T_GRAD, /) -> tuple[T, T_GRAD]:
         np.multiply(g, -rate, out=change)
         np.add(w, change, out=new)
 
-    weights, changes = update(formula, [{"": W}, {"": G}], [W.dtype, G.dtype])
+    weights, changes = update({"": formula}, [{"": W}, {"": G}], [W.dtype, G.dtype])
     return weights[""], changes[""]
 
 
 @op("SGDOptimizerV2", outputs="update_completed updated_weights:weights", example={"lr": 0.5, **_STEP})
 def sgd_optimizer_v2(
-    lr: V, weights: Group[T], gradients: Group[T_GRAD], update_signal: Flag | None = None, /
+    lr: V,
+    weights: Group[T],
+    gradients: Group[T_GRAD],
+    update_signal: Flag | None = None,
+    lrs: Group[V] | None = None,
+    /,
 ) -> tuple[Flag, Group[T]]:
     """updated_weights = weights - lr * gradients, unless update_signal is false.
 
-    `lr` and `update_signal` have one element each, and `update_completed` has the shape of `lr`. Without an update the
-    weights stay as they are. Raises `MissingTensor`, `UnknownTensor`, `ShapeMismatch` and `InvalidTensor`.
+    `lr` and `update_signal` have one element each, and `update_completed` has the shape of `lr`. A weight that `lrs`
+    names has its own rate there, one element, in place of `lr`. Without an update the weights stay as they are. Raises
+    `MissingTensor`, `UnknownTensor`, `ShapeMismatch` and `InvalidTensor`.
     """
-    rate, is_on = one_element("lr", lr), _signal(update_signal)
+    rates, is_on = numbers_of("lrs", lrs, one_element("lr", lr), weights), _signal(update_signal)
     same_members(weights=weights, gradients=gradients)
 
-    def formula(w: Array, g: Array, new: Array) -> None:
+    def formula(rate: float, w: Array, g: Array, new: Array) -> None:
         np.multiply(g, -rate, out=new)
         np.add(w, new, out=new)
 
-    updated = update(formula, [weights, gradients], [dtype_of(weights)]) if is_on else [weights]
+    formulas = {name: partial(formula, one) for name, one in rates.items()}
+    updated = update(formulas, [weights, gradients], [dtype_of(weights)]) if is_on else [weights]
     return np.full(lr.shape, is_on), updated[0]
 
 
@@ -105,7 +112,7 @@ def _adam(
 @op(
     "AdamWOptimizer",
     outputs=("updated_flag updated_weights:weights updated_momentums_1:momentums_1 updated_momentums_2:momentums_2"),
-    example={"lr": 0.5, "step": 1, **_STEP, **_MOMENTS, "alpha": 0.5, "beta": 0.75, "weight_decay": 0.0},
+    example={"lr": 0.5, "step": 1, **_STEP, **_ADAMW, "alpha": 0.5, "beta": 0.75, "weight_decay": 0.0},
 )
 def adamw_optimizer(
     lr: V,
@@ -115,6 +122,8 @@ def adamw_optimizer(
     momentums_1: Group[U],
     momentums_2: Group[U],
     update_signal: Flag | None = None,
+    lrs: Group[V] | None = None,
+    weight_decays: Group[V] | None = None,
     /,
     *,
     alpha: float = 0.9,
@@ -132,10 +141,12 @@ def adamw_optimizer(
     lr * weight_decay of themselves.
 
     `step` counts from 1; the trainer increments it. `lr`, `step` and `update_signal` have one element each, and
-    `updated_flag` has the shape of `step`. If `update_signal` is false, nothing changes. Raises `MissingTensor`,
+    `updated_flag` has the shape of `step`. A weight that `lrs` or `weight_decays` names has its own number there, one
+    element, in place of `lr` or `weight_decay`. If `update_signal` is false, nothing changes. Raises `MissingTensor`,
     `UnknownTensor`, `ShapeMismatch`, `InvalidTensor` and, for adam_mode 0 without correct_bias, `InvalidParameter`.
     """
-    rate, is_on = one_element("lr", lr), _signal(update_signal)
+    rates, is_on = numbers_of("lrs", lrs, one_element("lr", lr), weights), _signal(update_signal)
+    decays = numbers_of("weight_decays", weight_decays, weight_decay, weights)
     count = int(one_element("step", step))
     if count < 1:
         raise InvalidTensor(f"step is {count}, but must be 1 or more: it counts from 1", tensor="step")
@@ -147,10 +158,11 @@ def adamw_optimizer(
     flag = np.full(step.shape, is_on)
     if not is_on:
         return flag, weights, momentums_1, momentums_2
-    formula = _adam(rate, count * correct_bias, adam_mode, weight_decay, alpha, beta, epsilon)
+    adam = cache(lambda rate, decay: _adam(rate, count * correct_bias, adam_mode, decay, alpha, beta, epsilon))
+    formulas = {name: adam(rate, decays[name]) for name, rate in rates.items()}
     moment = dtype_of(momentums_1)
     groups: Any = [weights, gradients, momentums_1, momentums_2]
-    return flag, *update(formula, groups, [dtype_of(weights), moment, moment], temporaries=1)
+    return flag, *update(formulas, groups, [dtype_of(weights), moment, moment], temporaries=1)
 
 
 @op(
@@ -225,7 +237,7 @@ def adam_optimizer(
 
     inputs = [{"": tensor} for tensor in (weights, gradients, moment_1, moment_2)]
     dtypes = [moment_1.dtype, moment_2.dtype, weights.dtype, gradients.dtype, mixed]
-    results = update(formula if is_on else keep, inputs, dtypes, temporaries=1)
+    results = update({"": formula if is_on else keep}, inputs, dtypes, temporaries=1)
     return np.array(T + is_on, T.dtype), *(result[""] for result in results)
 
 
@@ -250,7 +262,7 @@ def inplace_clip_grad_norm(
     factor = _divided(max_norm, norm + 1e-6)
     if factor > 1:
         return gradients, rounded
-    clipped = update(partial(np.multiply, factor), [gradients], [dtype_of(gradients)])
+    clipped = update(dict.fromkeys(gradients, partial(np.multiply, factor)), [gradients], [dtype_of(gradients)])
     return clipped[0], rounded
 
 

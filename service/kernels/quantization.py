@@ -48,7 +48,7 @@ def fake_quant(input: T, scale: T, zero_point: T, /, *, quant_min: int = 0, quan
         np.subtract(out, z, out=out)
         np.multiply(out, step, out=out)
 
-    output, mask = update(formula, [{"": input}], [input.dtype, BOOL], temporaries=1)
+    output, mask = update({"": formula}, [{"": input}], [input.dtype, BOOL], temporaries=1)
     return output[""], mask[""]
 
 

@@ -107,7 +107,7 @@ def test_mistakes_in_prefixes_are_named(http: httpx.Client, run: str) -> None:
     for wrong, words in {
         f"weights:{run}none.*": "none.",
         f"weights:{run}p.w": "weights.NAME, gradients.NAME",
-        f"lr:{run}p.*": "weights or gradients, a colon, a prefix of names and *",
+        f"lr:{run}p.*": "weights or gradients or lrs, a colon, a prefix of names and *",
         f"weights.w:{run}p.*": "weights or gradients",
         "weights:m p.*": "no buffer has such a prefix",
         "weights:*@": "behind the @",

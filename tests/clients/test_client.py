@@ -254,7 +254,7 @@ def test_the_operators_are_described(server: Any) -> None:
     gather = found["GatherGrad"]
     assert [one.default_dtype for one in gather.inputs] == ["int64", "int64", "float32"]
     assert (gather.attributes, gather.required) == ({"axis": 0}, ())
-    assert [one.group for one in found["SGDOptimizerV2"].inputs] == [False, True, True, False]
+    assert [one.group for one in found["SGDOptimizerV2"].inputs] == [False, True, True, False, True]
     for op in OPERATORS.values():
         assert found[op.name].required == tuple(one.name for one in op.attributes if one.required)
     assert server.is_ready()

@@ -76,6 +76,25 @@ def test_inputs_stay_and_bits_do_not_depend_on_threads() -> None:
         assert_same_bits(given[name], array)
 
 
+@pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("attributes", [{}, {"adam_mode": 1, "correct_bias": 0, "weight_decay": 0.5}])
+def test_each_weight_may_have_its_own_numbers(dtype: Any, attributes: Any) -> None:
+    rates, decays = {"a.weight": 0.5, "c": 2.0}, {"b": 0.0, "c": 0.25, "a.weight": 0.125}
+    given = tensors(**dict.fromkeys(GROUPS, dtype))
+    own = {f"lrs.{name}": np.array([number], FLOAT32) for name, number in rates.items()}
+    decay = {f"weight_decays.{name}": np.array(number, FLOAT32) for name, number in decays.items()}
+    adam = run("AdamWOptimizer", {**given, **own, **decay}, **attributes)
+    plain = {name: given[name] for name in given if name.startswith(("lr", "weights", "gradients"))}
+    sgd = run("SGDOptimizerV2", {**plain, **own})
+    for name in SHAPES:
+        alone = {f"{group}.{name}": given[f"{group}.{name}"] for group in GROUPS}
+        alone |= {"lr": np.array(rates.get(name, given["lr"][0]), FLOAT32), "step": given["step"]}
+        for output, one in run("AdamWOptimizer", alone, **{**attributes, "weight_decay": decays[name]}).items():
+            assert_same_bits(adam[output], one)
+        plain = {key: alone[key] for key in ("lr", f"weights.{name}", f"gradients.{name}")}
+        assert_same_bits(sgd[f"updated_weights.{name}"], run("SGDOptimizerV2", plain)[f"updated_weights.{name}"])
+
+
 def test_no_update_changes_nothing() -> None:
     given = {**tensors(), "update_signal": np.array([False])}
     results = run("AdamWOptimizer", given)
@@ -147,6 +166,10 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[GradserveError], str
     ("AdamWOptimizer", {"step": np.array(0)}, {}, InvalidTensor, "step is 0, but must be 1 or more"),
     ("AdamWOptimizer", {"step": np.zeros(0, int)}, {}, InvalidTensor, r"step has shape \[0\], but must have one"),
     ("AdamWOptimizer", {"lr": np.zeros(2)}, {}, InvalidTensor, "lr has shape"),
+    ("AdamWOptimizer", {"lrs.b": np.zeros(2)}, {}, InvalidTensor, r"lrs\.b has shape \[2\], but must have one"),
+    ("AdamWOptimizer", {"lrs.d": np.zeros(1)}, {}, UnknownTensor, r"lrs\.d has no weights\.d: lrs may have names of"),
+    ("AdamWOptimizer", {"weight_decays.d": np.zeros(1)}, {}, UnknownTensor, r"weight_decays\.d has no weights\.d"),
+    ("SGDOptimizerV2", {"lrs.d": np.zeros(1)}, {}, UnknownTensor, r"lrs\.d has no weights\.d"),
     ("AdamWOptimizer", {"update_signal": np.zeros(0, bool)}, {}, InvalidTensor, "update_signal has shape"),
     ("AdamWOptimizer", {}, {"correct_bias": 0}, InvalidParameter, "correct_bias is 0, which needs adam_mode 1"),
     ("AdamWOptimizer", {"gradients.b": np.zeros(1)}, {}, ShapeMismatch, r"gradients\.b has shape \[1\]"),

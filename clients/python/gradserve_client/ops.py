@@ -3257,6 +3257,7 @@ class Ops:
         weights: Mapping[str, Input],
         gradients: Mapping[str, Input],
         update_signal: Input | None = None,
+        lrs: Mapping[str, Input] | None = None,
         *,
         outputs: None = None,
     ) -> SGDOptimizerV2Outputs[dict[str, Array]]: ...
@@ -3268,6 +3269,7 @@ class Ops:
         weights: Mapping[str, Input],
         gradients: Mapping[str, Input],
         update_signal: Input | None = None,
+        lrs: Mapping[str, Input] | None = None,
         *,
         outputs: Sequence[str],
     ) -> dict[str, Any]: ...
@@ -3279,6 +3281,7 @@ class Ops:
         weights: Mapping[str, Input],
         gradients: Mapping[str, Input],
         update_signal: Input | None = None,
+        lrs: Mapping[str, Input] | None = None,
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into | Mapping[str, Into]],
@@ -3292,6 +3295,7 @@ class Ops:
         weights: Sequence[Input],
         gradients: Sequence[Input],
         update_signal: Input | None = None,
+        lrs: Sequence[Input] | None = None,
         *,
         outputs: None = None,
     ) -> SGDOptimizerV2Outputs[list[Array]]: ...
@@ -3303,6 +3307,7 @@ class Ops:
         weights: Sequence[Input],
         gradients: Sequence[Input],
         update_signal: Input | None = None,
+        lrs: Sequence[Input] | None = None,
         *,
         outputs: Sequence[str],
     ) -> dict[str, Any]: ...
@@ -3314,6 +3319,7 @@ class Ops:
         weights: Sequence[Input],
         gradients: Sequence[Input],
         update_signal: Input | None = None,
+        lrs: Sequence[Input] | None = None,
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into | Mapping[str, Into]],
@@ -3326,6 +3332,7 @@ class Ops:
         weights: Inputs,
         gradients: Inputs,
         update_signal: Input | None = None,
+        lrs: Inputs | None = None,
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into | Mapping[str, Into]] | None = None,
@@ -3333,10 +3340,11 @@ class Ops:
     ) -> SGDOptimizerV2Outputs[dict[str, Array]] | dict[str, Any] | SGDOptimizerV2Outputs[list[Array]]:
         """updated_weights = weights - lr * gradients, unless update_signal is false.
 
-        `lr` and `update_signal` have one element each, and `update_completed` has the shape of `lr`. Without an update
-        the weights stay as they are.
+        `lr` and `update_signal` have one element each, and `update_completed` has the shape of `lr`. A weight that
+        `lrs` names has its own rate there, one element, in place of `lr`. Without an update the weights stay as they
+        are. Raises `MissingTensor`, `UnknownTensor`, `ShapeMismatch` and `InvalidTensor`.
 
-        lr: float32, float16, bfloat16, float64.
+        lr, lrs.* (optional): float32, float16, bfloat16, float64, all alike.
         weights.*: float32, float16, bfloat16, float64.
         gradients.*: float32, float16, bfloat16, float64.
         update_signal (optional): bool.
@@ -3347,14 +3355,15 @@ class Ops:
         ...     weights={'w': [1.0, 2.0]},
         ...     gradients={'w': [0.5, -0.5]},
         ...     update_signal=True,
+        ...     lrs={'w': 0.25},
         ... ).updated_weights
-        {'w': array([0.75, 2.25], dtype=float32)}
+        {'w': array([0.875, 2.125], dtype=float32)}
         """
         results = self._runner.run(
             calls.grouped(
                 calls.run(
                     "SGDOptimizerV2",
-                    {"lr": lr, "weights": weights, "gradients": gradients, "update_signal": update_signal},
+                    {"lr": lr, "weights": weights, "gradients": gradients, "update_signal": update_signal, "lrs": lrs},
                     {},
                     outputs=outputs,
                     into=into,
@@ -3378,6 +3387,8 @@ class Ops:
         momentums_1: Mapping[str, Input],
         momentums_2: Mapping[str, Input],
         update_signal: Input | None = None,
+        lrs: Mapping[str, Input] | None = None,
+        weight_decays: Mapping[str, Input] | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -3398,6 +3409,8 @@ class Ops:
         momentums_1: Mapping[str, Input],
         momentums_2: Mapping[str, Input],
         update_signal: Input | None = None,
+        lrs: Mapping[str, Input] | None = None,
+        weight_decays: Mapping[str, Input] | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -3418,6 +3431,8 @@ class Ops:
         momentums_1: Mapping[str, Input],
         momentums_2: Mapping[str, Input],
         update_signal: Input | None = None,
+        lrs: Mapping[str, Input] | None = None,
+        weight_decays: Mapping[str, Input] | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -3440,6 +3455,8 @@ class Ops:
         momentums_1: Sequence[Input],
         momentums_2: Sequence[Input],
         update_signal: Input | None = None,
+        lrs: Sequence[Input] | None = None,
+        weight_decays: Sequence[Input] | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -3460,6 +3477,8 @@ class Ops:
         momentums_1: Sequence[Input],
         momentums_2: Sequence[Input],
         update_signal: Input | None = None,
+        lrs: Sequence[Input] | None = None,
+        weight_decays: Sequence[Input] | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -3480,6 +3499,8 @@ class Ops:
         momentums_1: Sequence[Input],
         momentums_2: Sequence[Input],
         update_signal: Input | None = None,
+        lrs: Sequence[Input] | None = None,
+        weight_decays: Sequence[Input] | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -3501,6 +3522,8 @@ class Ops:
         momentums_1: Inputs,
         momentums_2: Inputs,
         update_signal: Input | None = None,
+        lrs: Inputs | None = None,
+        weight_decays: Inputs | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -3520,9 +3543,10 @@ class Ops:
         weight_decay of themselves.
 
         `step` counts from 1; the trainer increments it. `lr`, `step` and `update_signal` have one element each, and
-        `updated_flag` has the shape of `step`. If `update_signal` is false, nothing changes.
+        `updated_flag` has the shape of `step`. A weight that `lrs` or `weight_decays` names has its own number there,
+        one element, in place of `lr` or `weight_decay`. If `update_signal` is false, nothing changes.
 
-        lr: float32, float16, bfloat16, float64.
+        lr, lrs.* (optional), weight_decays.* (optional): float32, float16, bfloat16, float64, all alike.
         step: int64, int32.
         weights.*: float32, float16, bfloat16, float64.
         gradients.*: float32, float16, bfloat16, float64.
@@ -3539,11 +3563,13 @@ class Ops:
         ...     momentums_1={'w': [0.0, 0.0]},
         ...     momentums_2={'w': [0.0, 0.0]},
         ...     update_signal=True,
+        ...     lrs={'w': 0.25},
+        ...     weight_decays={'w': 0.5},
         ...     alpha=0.5,
         ...     beta=0.75,
         ...     weight_decay=0.0,
         ... ).updated_weights
-        {'w': array([0.5, 2.5], dtype=float32)}
+        {'w': array([0.625, 2.   ], dtype=float32)}
         """
         results = self._runner.run(
             calls.grouped(
@@ -3557,6 +3583,8 @@ class Ops:
                         "momentums_1": momentums_1,
                         "momentums_2": momentums_2,
                         "update_signal": update_signal,
+                        "lrs": lrs,
+                        "weight_decays": weight_decays,
                     },
                     {
                         "alpha": alpha,

@@ -2769,6 +2769,7 @@ class AsyncOps:
         weights: Mapping[str, Input],
         gradients: Mapping[str, Input],
         update_signal: Input | None = None,
+        lrs: Mapping[str, Input] | None = None,
         *,
         outputs: None = None,
     ) -> SGDOptimizerV2Outputs[dict[str, Array]]: ...
@@ -2780,6 +2781,7 @@ class AsyncOps:
         weights: Mapping[str, Input],
         gradients: Mapping[str, Input],
         update_signal: Input | None = None,
+        lrs: Mapping[str, Input] | None = None,
         *,
         outputs: Sequence[str],
     ) -> dict[str, Any]: ...
@@ -2791,6 +2793,7 @@ class AsyncOps:
         weights: Mapping[str, Input],
         gradients: Mapping[str, Input],
         update_signal: Input | None = None,
+        lrs: Mapping[str, Input] | None = None,
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into | Mapping[str, Into]],
@@ -2804,6 +2807,7 @@ class AsyncOps:
         weights: Sequence[Input],
         gradients: Sequence[Input],
         update_signal: Input | None = None,
+        lrs: Sequence[Input] | None = None,
         *,
         outputs: None = None,
     ) -> SGDOptimizerV2Outputs[list[Array]]: ...
@@ -2815,6 +2819,7 @@ class AsyncOps:
         weights: Sequence[Input],
         gradients: Sequence[Input],
         update_signal: Input | None = None,
+        lrs: Sequence[Input] | None = None,
         *,
         outputs: Sequence[str],
     ) -> dict[str, Any]: ...
@@ -2826,6 +2831,7 @@ class AsyncOps:
         weights: Sequence[Input],
         gradients: Sequence[Input],
         update_signal: Input | None = None,
+        lrs: Sequence[Input] | None = None,
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into | Mapping[str, Into]],
@@ -2838,6 +2844,7 @@ class AsyncOps:
         weights: Inputs,
         gradients: Inputs,
         update_signal: Input | None = None,
+        lrs: Inputs | None = None,
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into | Mapping[str, Into]] | None = None,
@@ -2845,10 +2852,11 @@ class AsyncOps:
     ) -> SGDOptimizerV2Outputs[dict[str, Array]] | dict[str, Any] | SGDOptimizerV2Outputs[list[Array]]:
         """updated_weights = weights - lr * gradients, unless update_signal is false.
 
-        `lr` and `update_signal` have one element each, and `update_completed` has the shape of `lr`. Without an update
-        the weights stay as they are.
+        `lr` and `update_signal` have one element each, and `update_completed` has the shape of `lr`. A weight that
+        `lrs` names has its own rate there, one element, in place of `lr`. Without an update the weights stay as they
+        are. Raises `MissingTensor`, `UnknownTensor`, `ShapeMismatch` and `InvalidTensor`.
 
-        lr: float32, float16, bfloat16, float64.
+        lr, lrs.* (optional): float32, float16, bfloat16, float64, all alike.
         weights.*: float32, float16, bfloat16, float64.
         gradients.*: float32, float16, bfloat16, float64.
         update_signal (optional): bool.
@@ -2858,7 +2866,7 @@ class AsyncOps:
             calls.grouped(
                 calls.run(
                     "SGDOptimizerV2",
-                    {"lr": lr, "weights": weights, "gradients": gradients, "update_signal": update_signal},
+                    {"lr": lr, "weights": weights, "gradients": gradients, "update_signal": update_signal, "lrs": lrs},
                     {},
                     outputs=outputs,
                     into=into,
@@ -2882,6 +2890,8 @@ class AsyncOps:
         momentums_1: Mapping[str, Input],
         momentums_2: Mapping[str, Input],
         update_signal: Input | None = None,
+        lrs: Mapping[str, Input] | None = None,
+        weight_decays: Mapping[str, Input] | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -2902,6 +2912,8 @@ class AsyncOps:
         momentums_1: Mapping[str, Input],
         momentums_2: Mapping[str, Input],
         update_signal: Input | None = None,
+        lrs: Mapping[str, Input] | None = None,
+        weight_decays: Mapping[str, Input] | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -2922,6 +2934,8 @@ class AsyncOps:
         momentums_1: Mapping[str, Input],
         momentums_2: Mapping[str, Input],
         update_signal: Input | None = None,
+        lrs: Mapping[str, Input] | None = None,
+        weight_decays: Mapping[str, Input] | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -2944,6 +2958,8 @@ class AsyncOps:
         momentums_1: Sequence[Input],
         momentums_2: Sequence[Input],
         update_signal: Input | None = None,
+        lrs: Sequence[Input] | None = None,
+        weight_decays: Sequence[Input] | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -2964,6 +2980,8 @@ class AsyncOps:
         momentums_1: Sequence[Input],
         momentums_2: Sequence[Input],
         update_signal: Input | None = None,
+        lrs: Sequence[Input] | None = None,
+        weight_decays: Sequence[Input] | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -2984,6 +3002,8 @@ class AsyncOps:
         momentums_1: Sequence[Input],
         momentums_2: Sequence[Input],
         update_signal: Input | None = None,
+        lrs: Sequence[Input] | None = None,
+        weight_decays: Sequence[Input] | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -3005,6 +3025,8 @@ class AsyncOps:
         momentums_1: Inputs,
         momentums_2: Inputs,
         update_signal: Input | None = None,
+        lrs: Inputs | None = None,
+        weight_decays: Inputs | None = None,
         *,
         alpha: float = 0.9,
         beta: float = 0.999,
@@ -3024,9 +3046,10 @@ class AsyncOps:
         weight_decay of themselves.
 
         `step` counts from 1; the trainer increments it. `lr`, `step` and `update_signal` have one element each, and
-        `updated_flag` has the shape of `step`. If `update_signal` is false, nothing changes.
+        `updated_flag` has the shape of `step`. A weight that `lrs` or `weight_decays` names has its own number there,
+        one element, in place of `lr` or `weight_decay`. If `update_signal` is false, nothing changes.
 
-        lr: float32, float16, bfloat16, float64.
+        lr, lrs.* (optional), weight_decays.* (optional): float32, float16, bfloat16, float64, all alike.
         step: int64, int32.
         weights.*: float32, float16, bfloat16, float64.
         gradients.*: float32, float16, bfloat16, float64.
@@ -3047,6 +3070,8 @@ class AsyncOps:
                         "momentums_1": momentums_1,
                         "momentums_2": momentums_2,
                         "update_signal": update_signal,
+                        "lrs": lrs,
+                        "weight_decays": weight_decays,
                     },
                     {
                         "alpha": alpha,

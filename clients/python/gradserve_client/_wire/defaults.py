@@ -38,8 +38,8 @@ DEFAULTS: dict[str, dict[str, str]] = {
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "ConcatTraining": ("inputs",),
-    "SGDOptimizerV2": ("weights", "gradients"),
-    "AdamWOptimizer": ("weights", "gradients", "momentums_1", "momentums_2"),
+    "SGDOptimizerV2": ("weights", "gradients", "lrs"),
+    "AdamWOptimizer": ("weights", "gradients", "momentums_1", "momentums_2", "lrs", "weight_decays"),
     "InplaceClipGradNorm": ("gradients",),
     "ReduceAllL2": ("X",),
 }
