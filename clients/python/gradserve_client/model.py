@@ -13,6 +13,7 @@ from typing import Any, Self, Unpack
 from gradserve_client._http.runner import Runner
 from gradserve_client._runs import checkpoint, training
 from gradserve_client._runs.names import checked_prefix, first_new_run, run_name
+from gradserve_client._runs.optimizers import optimizer_of
 from gradserve_client._wire import files, graphs, runs
 from gradserve_client._wire.arguments import as_contributor, as_name
 from gradserve_client._wire.calls import Input, Inputs
@@ -282,13 +283,23 @@ class Model:
         return self._number - 1
 
     def optim_step(
-        self, optimizer: str = "AdamWOptimizer", *, lr: float, max_norm: float | None = None, **attributes: Any
+        self,
+        optimizer: str = "AdamWOptimizer",
+        *,
+        lr: float,
+        max_norm: float | None = None,
+        groups: Mapping[str, Mapping[str, float]] | None = None,
+        momentum: float = 0.0,
+        **attributes: Any,
     ) -> Step:
         """Let the optimizer take the step, with the mean of its gradients, once for all workers that ask for it.
 
         `optimizer` is AdamWOptimizer or SGDOptimizerV2, and `attributes` are those of the operator. All workers give
-        the same. With `max_norm`, gradients of a larger norm are scaled to it. Waits for the quorum, or closes the
-        step where nothing else does.
+        the same. With `max_norm`, gradients of a larger norm are scaled to it. `momentum` is that of SGD. Waits for the
+        quorum, or closes the step where nothing else does.
+
+        `groups` gives parameters an `lr` or a `weight_decay` of their own, by patterns of names as in `train=`. Of
+        several that fit, the last counts: `groups={"*.bias": {"weight_decay": 0}, "head.*": {"lr": 1e-2}}`.
 
         If the weights of the step sum to zero, it counts, and leaves all as it is. Raises `StepOpen` after `timeout`
         seconds, and `KeyReused` if another worker gave other arguments.
@@ -298,11 +309,12 @@ class Model:
         (1.0, 1)
         """
         run, step = self._joined(), self._step
+        chosen = optimizer_of(optimizer, run.info.parameters, lr, groups, momentum, attributes)
         if self._running > step + 1:  # this worker is slow: it goes on where the run is
             self.start()
             if self._step > step:
                 return Step(step=run.first + self._step - 1, replayed=True)
-        missing = {name: spec for name, spec in run.moments(optimizer).items() if name not in self._kept}
+        missing = {name: spec for name, spec in run.moments(chosen).items() if name not in self._kept}
         if missing:
             self._buffers.create_many(missing)
             self._kept |= missing.keys()
@@ -315,7 +327,7 @@ class Model:
         try:
             for call in run.before_step(step, max_norm):
                 self._runner.run(call)
-            results = self._runner.run(run.optimizer_step(optimizer, step, lr, max_norm is not None, attributes))
+            results = self._runner.run(run.optimizer_step(chosen, step, max_norm is not None))
         except StepGone:  # others have done this step so long ago that the server does not know its key
             self.start()
             if self._step <= step:

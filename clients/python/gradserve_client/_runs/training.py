@@ -15,9 +15,9 @@ from gradserve_client._http.log import logger
 from gradserve_client._http.outcomes import Answer
 from gradserve_client._http.policy import Call
 from gradserve_client._runs.losses import KEPT_LOSSES
+from gradserve_client._runs.optimizers import OPTIMIZERS, Optimizer
 from gradserve_client._runs.rules import FOLLOWS, canonical
 from gradserve_client._wire import answers, bulk, calls, graphs
-from gradserve_client._wire.arguments import check_choice
 from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, decode
 from gradserve_client.errors import InvalidInput, NothingToAverage
 from gradserve_client.graph_models import GraphInfo, GraphTensor, MicroBatch, Step
@@ -28,9 +28,6 @@ Values: TypeAlias = Mapping[str, tuple[Array, Mapping[str, Any]]]
 
 STATE = {"parameters": "p", "statistics": "s", "momentums_1": "m", "momentums_2": "v"}
 """The groups that a run keeps from step to step, and their letters in the names of buffers."""
-
-OPTIMIZERS = {"AdamWOptimizer": ("momentums_1", "momentums_2"), "SGDOptimizerV2": ()}
-"""The optimizers, and the groups that each keeps besides the parameters."""
 
 CLOSED_WAIT_SECONDS = 15.0
 """Seconds that the optimizer waits for the end of a step: alike in all workers, because their requests have one key."""
@@ -155,32 +152,29 @@ class Run:
             idempotency_key=self.key(target, step),
         )
 
-    def optimizer_step(
-        self, optimizer: str, step: int, lr: float, is_clipped: bool, attributes: Mapping[str, Any]
-    ) -> Call[Any]:
+    def optimizer_step(self, optimizer: Optimizer, step: int, is_clipped: bool) -> Call[Any]:
         """Let the optimizer take a step."""
-        moments = OPTIMIZERS[optimizer]
+        moments = OPTIMIZERS[optimizer.operator]
         gradients = BufferName(self.prefix + ("c.*" if is_clipped else f"g.*@{step}"))
         sources = {"weights": self._group("parameters"), "gradients": gradients}
         written = {"weights": "parameters", **{name: name for name in moments}}
-        inputs = {"lr": np.float64(lr), **sources, **{name: self._group(name) for name in moments}}
+        inputs = {**optimizer.inputs, **sources, **{name: self._group(name) for name in moments}}
         if moments:
             inputs["step"] = np.int64(self.first + step + 1)
         return self._step(
-            optimizer,
+            optimizer.operator,
             inputs,
-            attributes,
+            optimizer.attributes,
             is_closed=not is_clipped,
             outputs=["updated_flag" if moments else "update_completed"],
             set={f"updated_{output}": self._group(group).name for output, group in written.items()},
             idempotency_key=self.key("step", step),
         )
 
-    def moments(self, optimizer: str) -> dict[str, BufferSpec]:
+    def moments(self, optimizer: Optimizer) -> dict[str, BufferSpec]:
         """Return the specifications of what an optimizer keeps besides the parameters."""
-        check_choice("optimizer", optimizer, [*OPTIMIZERS])
         made = {}
-        for group in OPTIMIZERS[optimizer]:
+        for group in OPTIMIZERS[optimizer.operator]:
             for buffer, spec in state(self.prefix, group, self.info.parameters):
                 spec["life"] = self.life
                 made[buffer] = spec
