@@ -258,9 +258,7 @@ def _checked(name: str, expected: Value, array: Array, *, is_input: bool) -> Arr
         claim(2 * array.nbytes)
         array = array.astype(INT64)
     if array.dtype != expected.dtype:
-        wanted = NAMES[expected.dtype]
-        way = f": cast to {wanted}" * (array.dtype.kind == expected.dtype.kind)
-        raise DtypeMismatch(f"{name} is {array.dtype}, but must be {wanted}{way}", tensor=name)
+        raise DtypeMismatch(f"{name} is {array.dtype}, but must be {NAMES[expected.dtype]}", tensor=name)
     shape = array.shape if expected.shape is None else expected.shape
     fits = [length in (None, given) for length, given in zip(shape, array.shape, strict=False)]
     if len(array.shape) != len(shape) or not all(fits):

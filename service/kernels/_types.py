@@ -122,7 +122,8 @@ def check_dtypes(given: Iterable[tuple[str, Tensor, DType]]) -> None:
     for name, expected, dtype in given:
         if dtypes.NAMES.get(dtype) not in expected.kind.dtypes:
             known = ", ".join(expected.kind.dtypes)
-            raise DtypeMismatch(f"{name} is {dtype}, but must be {'one of ' * (', ' in known)}{known}", tensor=name)
+            wanted = f"one of {known}" if ", " in known else f"{known}: cast to {known}"
+            raise DtypeMismatch(f"{name} is {dtype}, but must be {wanted}", tensor=name)
         if expected.variable is None:
             continue
         first, common = bound.setdefault(expected.variable, (name, dtype))

@@ -70,7 +70,7 @@ def test_members_have_unique_names() -> None:
 
 WRONG: list[tuple[dict[str, Any], type[GradserveError], str]] = [
     ({}, MissingTensor, r"scaled needs the input 'x\.1'"),
-    ({"x.1": FLOATS.astype(np.float64)}, DtypeMismatch, r"x\.1 is float64, but must be float32$"),
+    ({"x.1": FLOATS.astype(np.float64)}, DtypeMismatch, r"x\.1 is float64, but must be float32: cast to float32$"),
     ({"x.1": FLOATS[0]}, ShapeMismatch, r"x\.1 has shape \[3\], but must have \[null, 3\], where null is any length"),
     ({"x.1": FLOATS[:, :2]}, ShapeMismatch, r"x\.1 has shape \[1, 2\], but must have \[null, 3\]"),
     ({"x.1": FLOATS, "y": FLOATS}, UnknownTensor, r"scaled has no input 'y'; its inputs are x\.1, parameters\.NAME"),
