@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from service.api.dashboard.limits import CONSTANTS
 from service.api.operators.onnx_names import NOT_SERVED
@@ -14,6 +15,7 @@ from service.api.telemetry.processes import INFORMATION
 from service.errors import tree
 from service.graphs.gradients import RULES
 from service.graphs.nodes import NODES
+from service.graphs.nodes.table import with_attributes
 from service.kernels import OPERATORS, Attribute, Operator, Tensor
 from service.settings import Settings
 
@@ -134,16 +136,59 @@ def metrics() -> str:
     return table(("metric", "kind", "labels", "meaning"), ((f"`{name}`", *rest) for name, *rest in rows))
 
 
+FAMILIES_OF_MODULES = {
+    "elementwise": "Arithmetic, element by element",
+    "activations": "Activations",
+    "products": "Matrices and layers",
+    "attention": "Matrices and layers",
+    "layers": "Matrices and layers",
+    "recurrent": "Recurrent layers",
+    "reductions": "Reductions",
+    "shapes": "Shapes and slices",
+    "indexing": "Indexing",
+    "noise": "Random numbers and constants",
+    "kernels": "Training nodes of ONNX Runtime",
+}
+"""The family of the operators of each module of nodes."""
+
+FAMILIES_OF_NAMES = {
+    "Activations": r"Relu|Tanh|Softmax|LogSoftmax|Dropout|Gelu|QuickGelu",
+    "Comparisons and logic": r"And|Or|Xor|Not|Where|Bit.*|Equal|(Greater|Less)(OrEqual)?|Is(Inf|NaN)",
+    "Normalizations": r"LRN|[A-Za-z]*Normalization",
+    "Pools and resizing": r"[A-Za-z]*Pool|Resize|GridSample",
+    "Losses": r"[A-Za-z]*Loss",
+    "Matrices and layers": r"FusedMatMul",
+    "Random numbers and constants": r"ConstantOfShape|EyeLike|Range",
+}
+"""The families of operators whose module has other families, too: those whose names match."""
+
+
 def nodes() -> str:
-    """The operators that models may have, by domain, and whether the server differentiates them."""
-    rows = []
-    for domain in ("", "com.microsoft"):
-        ops = sorted(op for key, op in NODES if key == domain)
-        for title, has_rule in (("yes", True), ("no", False)):
-            listed = ", ".join(op for op in ops if ((domain, op) in RULES) is has_rule)
-            rows.append((f"`{domain or 'ai.onnx'}`", title, listed))
+    """The operators that models may have, by family, and whether the server differentiates them."""
+    families: dict[str, list[tuple[str, str]]] = {}
+    for key in sorted(NODES, key=lambda key: key[::-1]):
+        families.setdefault(_family_of(*key), []).append(key)
+    rows = [
+        (family, *(", ".join(_shown(*key) for key in keys if (key in RULES) is has_rule) for has_rule in (True, False)))
+        for family, keys in sorted(families.items())
+    ]
     number = f"{len(NODES)} operators, {len(NODES.keys() & RULES.keys())} of them with gradients."
-    return f"{table(('domain', 'gradient', 'operators'), rows)}\n{number}\n"
+    return f"{table(('family', 'with a gradient', 'without'), rows)}\n{number}\n"
+
+
+def _family_of(domain: str, op: str) -> str:
+    function: Any = NODES[domain, op]
+    while isinstance(function, partial):
+        function = function.args[0] if function.func is with_attributes else function.func
+    module = function.__module__.rpartition(".")[2]
+    is_known = not domain or (domain, op) in RULES
+    matching = (family for family, names in FAMILIES_OF_NAMES.items() if is_known and re.fullmatch(names, op))
+    return next(matching, FAMILIES_OF_MODULES[module])
+
+
+def _shown(domain: str, op: str) -> str:
+    is_apart = domain and (("", op) in NODES or (domain, op) in RULES)
+    return f"{domain}.{op}" if is_apart else op
 
 
 TABLES = {make.__name__: make for make in (operators, not_served, nodes, errors, settings, limits, metrics)}
