@@ -23,7 +23,7 @@ def _elu(dY: Array, X: Array, *, alpha: float = 1.0) -> Array:
 
 
 def _mish(dY: Array, X: Array) -> Array:
-    softplus = np.logaddexp(0, X)
+    softplus = np.asarray(np.logaddexp(0, X))
     tanh = np.tanh(softplus)
     sigmoid = np.exp(np.subtract(X, softplus, out=softplus), out=softplus)
     slope: Array = tanh + X * (1 - tanh * tanh) * sigmoid
