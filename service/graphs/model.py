@@ -19,7 +19,7 @@ from service.graphs.protobuf import Budget, Message, numbered
 from service.graphs.tensors import ATTRIBUTE, TENSOR, array_of, attribute_of, kind_of, with_defaults
 from service.graphs.unrolled import MAX_BRANCH_NODES, SEQUENCES, VIEWS, Branch, chosen, unrolled
 
-OPSETS = range(13, 24)
+OPSETS = range(13, 27)
 """The versions of ONNX's own operators that a model may import."""
 
 

@@ -289,7 +289,7 @@ def head(model: Any, rng: random.Random) -> None:
     """Another opset or domain, functions, sparse tensors, or no graph."""
     kind = rng.random()
     if kind < 0.4:
-        model.opset_import[0].version = rng.choice([*range(12, 26), *INTEGERS])
+        model.opset_import[0].version = rng.choice([*range(12, 29), *INTEGERS])
     elif kind < 0.5:
         model.opset_import[rng.randrange(2)].domain = rng.choice(
             ["", "ai.onnx", "ai.onnx.ml", "com.microsoft", "other"]

@@ -19,6 +19,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     **{op: {"kernel_shape": [2]} for op in ("AveragePool", "MaxPool")},
     **{op: {"blocksize": 2} for op in ("DepthToSpace", "SpaceToDepth")},
     **{op: {"shape": [2]} for op in ("RandomNormal", "RandomUniform")},
+    "BitCast": {"to": 1},
     "BitShift": {"direction": "LEFT"},
     "Cast": {"to": 1},
     "Concat": {"axis": 0},

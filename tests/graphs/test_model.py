@@ -121,7 +121,14 @@ def node(op: str, *inputs: str, outputs: tuple[str, ...] = ("y",), **attributes:
 REFUSED: list[tuple[Callable[[], onnx.ModelProto], str]] = [
     (external, "initializer 'w' has its data in another file"),
     (short, r"'w', float32 of shape \[1099511627776\], has 12 bytes of data, but must have 4398046511104"),
-    (lambda: model(opset=12), "opset 12 of ONNX, but must have 13 to"),
+    (lambda: model(opset=12), "opset 12 of ONNX, but must have 13 to 26"),
+    (lambda: model(opset=27), "opset 27 of ONNX, but must have 13 to 26"),
+    *(
+        (lambda kind=kind: model(inputs=[tensor("x", kind=kind)], opset=26), f"the type {name} is none of float32")
+        for name, kind in TensorProto.DataType.items()
+        if re.match("FLOAT[48]|U?INT[24]|COMPLEX", name)
+    ),
+    (lambda: model(inputs=[tensor("x", kind=99)]), "the type with the number 99 is none of float32"),
     (
         lambda: model(
             helper.make_node("If", ["x"], ["a"], then_branch=model().graph, else_branch=model().graph),
@@ -142,7 +149,7 @@ REFUSED: list[tuple[Callable[[], onnx.ModelProto], str]] = [
     (lambda: node("Concat", axis=helper.make_graph([], "g", [], [])), "is no number, text, tensor"),
     (lambda: model(outputs=[tensor("z")]), "the output 'z' is computed by no node"),
     (lambda: model(outputs=[]), "no outputs"),
-    (lambda: model(inputs=[tensor("x", kind=TensorProto.STRING)]), "type with the number 8"),
+    (lambda: model(inputs=[tensor("x", kind=TensorProto.STRING)]), "the type STRING is none of float32, uint8"),
     (
         lambda: model(inputs=[tensor("x", kind=TensorProto.UINT8)]),
         "'x' is uint8, but inputs and outputs must be one of",

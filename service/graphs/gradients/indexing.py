@@ -9,7 +9,7 @@ import numpy as np
 
 from service.dtypes import INT64, Array
 from service.graphs.gradients.tape import Tape, gradients, rule
-from service.graphs.nodes.indexing import elements, rows
+from service.graphs.nodes.indexing import cache_places, elements, rows
 from service.graphs.plan import Node
 from service.kernels.gather import gather_grad
 from service.kernels.indexing import gather_elements_grad, gather_nd_grad, slice_grad
@@ -45,6 +45,15 @@ def _scatter(tape: Tape, node: Node, dY: str) -> list[str | None]:
         return [d_data, None, d_updates]
     d_data = dY if reduction == "add" else tape.call(partial(_cleared, place), dY, indices)
     return [d_data, None, tape.call(partial(_taken, place), dY, indices)]
+
+
+@rule("TensorScatter")
+def _tensor_scatter(tape: Tape, node: Node, dY: str) -> list[str]:
+    data, updates, *starts = node.inputs
+    shapes = tape.shape(data), tape.shape(updates)
+    indices = tape.call(partial(cache_places, node.attributes), *shapes, *starts)
+    place = partial(elements, node.attributes.get("axis", -2))
+    return [tape.call(partial(step, place), dY, indices) for step in (_cleared, _taken)]
 
 
 def _taken(place: Place, dY: Array, indices: Array) -> Array:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from service.dtypes import Array
+from service.dtypes import FLOAT64, INT64, Array
 from service.graphs.gradients.arrays import rounded_once
 from service.graphs.gradients.tape import gradient_of, gradients
 from service.graphs.nodes.indexing import cumulated
+from service.kernels import claim
 from service.kernels.softmax import log_softmax_grad_13, softmax_grad_13
 
 Axes = tuple[int, ...]
@@ -84,6 +85,24 @@ def _kept(shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
 
 
 # The sum of all that each element was added to is the cumulative sum in the other direction.
-gradients("CumSum", lambda dY, B, *, exclusive=0, reverse=0: cumulated(dY, B, exclusive=exclusive, reverse=1 - reverse))
+def _behind(dY: Array, B: Array, *, exclusive: int = 0, reverse: int = 0) -> Array:
+    return cumulated(np.add, dY, B, exclusive=exclusive, reverse=1 - reverse)
+
+
+gradients("CumSum", _behind)
+
+
+@gradient_of("CumProd")
+def _cumulative_product(dY: Array, X: Array, B: Array, *, exclusive: int = 0, reverse: int = 0) -> Array:
+    """Return the gradient. That of a line's first zero is of the products without it, and those behind it are 0."""
+    claim(6 * FLOAT64.itemsize * X.size)
+    x, options = X.astype(FLOAT64), {"exclusive": exclusive, "reverse": reverse}
+    zeros = cumulated(np.add, (x == 0).astype(INT64), B, reverse=reverse)
+    first = (x == 0) & (zeros == 1)
+    given, without = (cumulated(np.multiply, one, B, **options) for one in (x, np.where(first, 1, x)))
+    sums, of_first = (_behind(dY * one, B, **options) for one in (given, without))
+    return np.where(first, of_first, np.where(zeros > 0, 0, sums / x)).astype(dY.dtype)
+
+
 gradients("Softmax", softmax_grad_13)
 gradients("LogSoftmax", log_softmax_grad_13)

@@ -52,7 +52,7 @@ def rule(*ops: str, domain: str = "", outputs: int = 0) -> Callable[[R], R]:
 
 
 @rule(
-    *("And", "ArgMax", "ArgMin", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Ceil"),
+    *("And", "ArgMax", "ArgMin", "BitCast", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Ceil"),
     *("ConstantOfShape", "Equal", "EyeLike", "Floor", "Greater", "GreaterOrEqual", "Hardmax", "IsInf", "IsNaN", "Less"),
     *("LessOrEqual", "NonZero", "Not", "OneHot", "Or", "RandomNormalLike", "RandomUniformLike", "Range", "Round"),
     *("Shape", "Sign", "Size", "Xor"),

@@ -148,6 +148,22 @@ def _cast(node: Node) -> Function:
     return partial(converted, dtype=dtype_of(node.attributes["to"]))
 
 
+@maker("BitCast")
+def _bit_cast(node: Node) -> Function:
+    dtype = dtype_of(node.attributes["to"])
+
+    def reinterpret(x: Array) -> Array:
+        if x.itemsize != dtype.itemsize:
+            raise DtypeMismatch(f"the input is {x.dtype}, but must have the {8 * dtype.itemsize} bits of {dtype}")
+        return (
+            apply(np.not_equal, x.view(np.uint8), np.zeros((), np.uint8), dtype=BOOL)
+            if dtype == BOOL
+            else x.view(dtype)
+        )
+
+    return reinterpret
+
+
 @function_of("Pow")
 def _power(base: Array, exponent: Array) -> Array:
     if base.dtype.kind in "iu" and exponent.dtype.kind not in "iu":

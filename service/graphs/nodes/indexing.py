@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,6 +88,36 @@ def rows(indices: Array) -> tuple[Array, ...]:
     return tuple(np.moveaxis(indices, -1, 0))
 
 
+@maker("TensorScatter")
+def _tensor_scatter(node: Node) -> Function:
+    def scatter(data: Array, updates: Array, starts: Array | None = None) -> Array:
+        places = cache_places(node.attributes, data.shape, updates.shape, starts)
+        return _written(data, elements(node.attributes.get("axis", -2), places), places.shape, updates, None)
+
+    return scatter
+
+
+def cache_places(
+    options: Mapping[str, Any], shape: Sequence[int], update: Sequence[int], starts: Array | None = None
+) -> Array:
+    """Return the place along the axis of each number of an update of a cache. Raises `ShapeMismatch`."""
+    (at,), batch = axes_of([options.get("axis", -2)], len(shape)), shape[0]
+    if not at or len(update) != len(shape) or update[at] > shape[at]:
+        raise ShapeMismatch(f"update has shape {list(update)}, but must fit into {list(shape)} along axis {at}, not 0")
+    if starts is not None and starts.shape != (batch,):
+        raise ShapeMismatch(f"write_indices has shape {list(starts.shape)}, but must have [{batch}]")
+    count, most = update[at], shape[at]
+    _claim_places(16 * batch * count, shape)
+    places = (np.zeros(1, INT64) if starts is None else starts)[:, None] + np.arange(count)
+    if options.get("mode") == "circular":
+        places %= most
+    elif places.size and not 0 <= places.min() <= places.max() < most:
+        problem = f"the places of the update are from {places.min()} to {places.max()}"
+        raise InvalidTensor(f"{problem}, but must be from 0 to {most - 1}, unless the mode is circular")
+    places = places.reshape(len(places), *(count if axis == at else 1 for axis in range(1, len(shape))))
+    return np.broadcast_to(places, (*shape[:at], count, *shape[at + 1 :]))
+
+
 def _written(data: Array, places: Any, shape: tuple[int, ...], updates: Array, update: Any) -> Array:
     """Return the data with the updates, which must have this shape, at the places."""
     if updates.shape != shape:
@@ -152,17 +182,20 @@ def _top(data: Array, k: Array, *, axis: int = -1, largest: int = 1) -> tuple[Ar
     return np.take_along_axis(data, places, axis), places
 
 
-@function_of("CumSum")
-def cumulated(data: Array, axis: Array, *, exclusive: int = 0, reverse: int = 0) -> Array:
-    """Return the sum of each number and those before it along the axis, or, with reverse, those behind it."""
+def cumulated(fold: np.ufunc, data: Array, axis: Array, *, exclusive: int = 0, reverse: int = 0) -> Array:
+    """Return the fold of each number and those before it along the axis, or, with reverse, those behind it."""
     (at,) = axes_of([int(axis.item())], data.ndim)
     wide = data.dtype if data.dtype.kind in "iu" else FLOAT64
     claim(2 * data.size * wide.itemsize)
-    total = np.cumsum(np.flip(data, at) if reverse else data, axis=at, dtype=wide)
+    total = fold.accumulate(np.flip(data, at) if reverse else data, axis=at, dtype=wide)
     if exclusive:
         total = np.roll(total, 1, at)
-        total[(slice(None),) * at + (slice(1),)] = 0
+        total[(slice(None),) * at + (slice(1),)] = fold.identity
     return np.ascontiguousarray(np.flip(total, at) if reverse else total).astype(data.dtype)
+
+
+function_of("CumSum")(partial(cumulated, np.add))
+function_of("CumProd")(partial(cumulated, np.multiply))
 
 
 @function_of("NonZero")

@@ -48,7 +48,11 @@ ONNX_DTYPES: dict[int, DType] = {
 def dtype_of(number: int) -> DType:
     """Return the dtype with this number in ONNX. Raises `InvalidGraph`."""
     if number not in ONNX_DTYPES:
-        raise InvalidGraph(f"the type with the number {number} is none of {', '.join(map(str, ONNX_DTYPES.values()))}")
+        from onnx import TensorProto
+
+        names = {value: name for name, value in TensorProto.DataType.items()}
+        problem = f"the type {names.get(number, f'with the number {number}')} is none of"
+        raise InvalidGraph(f"{problem} {', '.join(map(str, ONNX_DTYPES.values()))}")
     return ONNX_DTYPES[number]
 
 

@@ -207,6 +207,28 @@ ask(
 ask("CumSum", lambda x, a: x.cumsum(1), CUBE, np.array(1))
 ask("CumSum", lambda x, a: x.flip(-1).cumsum(-1).flip(-1), CUBE, np.array(-1), reverse=1, case="in reverse")
 ask("CumSum", lambda x, a: x.cumsum(0) - x, CUBE, np.array(0), exclusive=1, case="exclusive")
+ZEROS = np.array([[2.0, 0, 3, 0, 0.5], [0, 0, 2, 1, 1], [1, 2, 3, -1, 0], [1, -2, 0.5, 2, 1]])
+
+
+def shifted(x: Any) -> Any:
+    """The product of the numbers before each number of a row."""
+    return torch.cat([torch.ones_like(x[:, :1]), x[:, :-1].cumprod(1)], 1)
+
+
+ask("CumProd", lambda x, a: x.cumprod(1), CUBE, np.array(1), opset=26)
+ask("CumProd", lambda x, a: x.cumprod(-1), ZEROS, np.array(-1), opset=26, case="of zeros")
+ask("CumProd", lambda x, a: shifted(x), ZEROS, np.array(1), exclusive=1, opset=26, case="exclusive")
+ask("CumProd", lambda x, a: x.flip(1).cumprod(1).flip(1), ZEROS, np.array(1), reverse=1, opset=26, case="in reverse")
+ask(
+    "CumProd",
+    lambda x, a: shifted(x.flip(1)).flip(1),
+    ZEROS,
+    np.array(1),
+    exclusive=1,
+    reverse=1,
+    opset=26,
+    case="in reverse and exclusive",
+)
 ask(
     "CumSum",
     lambda x, a: x.flip(1).cumsum(1).flip(1) - x,
@@ -323,6 +345,21 @@ for _reduction, _name in {"add": "sum", "max": "amax", "min": "amin", "mul": "pr
         case=_reduction,
     )
 
+
+def cached(cache: Any, update: Any, starts: Any, axis: int = 2) -> Any:
+    """The cache with the update of each sample from its start on, and around the end."""
+    places = (starts[:, None] + torch.arange(update.shape[axis])) % cache.shape[axis]
+    moved = cache.movedim(axis, 1).index_put((torch.arange(len(cache))[:, None], places), update.movedim(axis, 1))
+    return moved.movedim(1, axis)
+
+
+CACHE, UPDATE = numbers(2, 3, 4, 2), numbers(2, 3, 2, 2)
+OPSET_24: dict[str, Any] = {"opset": 24}
+ask("TensorScatter", cached, CACHE, UPDATE, ints(0, 2), **OPSET_24)
+ask("TensorScatter", lambda c, u: cached(c, u, torch.zeros(2, dtype=int)), CACHE, UPDATE, case="at 0", **OPSET_24)
+ask("TensorScatter", cached, CACHE, UPDATE, ints(3, -6), mode="circular", case="circular", **OPSET_24)
+ask("TensorScatter", partial(cached, axis=1), CUBE, CUBE[:, :2] + 1, ints(1, 0), axis=1, case="of an axis", **OPSET_24)
+
 LABELS, WEIGHTS = np.array([2, 0, -1, 1]), numbers(3, low=0.25)
 SCORES, IMAGE = numbers(4, 3), numbers(2, 3, 2, 2)
 PIXELS = np.array([[[0, 2], [1, 1]], [[2, 7], [0, 1]]])
@@ -409,4 +446,85 @@ ask(
     lambda q, k, v: merge(attention(split(q, 4), split(k, 2), split(v, 2))),
     *(numbers(2, 3, 8), numbers(2, 5, 4), numbers(2, 5, 6)),
     **{"q_num_heads": 4, "kv_num_heads": 2, "case": "of three dimensions", **OPSET_23},
+)
+
+
+def fewer(q: Any, k: Any, v: Any, *others: Any, **options: Any) -> Any:
+    """Attention to as many keys of each sample as the last tensor says."""
+    pairs = ((q[n : n + 1], k[n : n + 1, :, :count], v[n : n + 1, :, :count]) for n, count in enumerate(others[-1]))
+    return torch.cat([attention(*given, **options) for given in pairs])
+
+
+SAMPLES = numbers(2, 2, 3, 4), numbers(2, 2, 5, 4), numbers(2, 2, 5, 3)
+AT_24, AT_25 = {"opset": 24, "frozen": [6]}, {"opset": 25, "frozen": [6]}
+LENGTHS = None, None, ints(2, 5)
+ask("Attention", fewer, *SAMPLES, None, *LENGTHS, case="to as many keys as a sample has", **AT_24)
+ask(
+    "Attention",
+    lambda q, k, v, mask, *_: attention(q, k[:, :, :3], v[:, :, :3], mask),
+    *(QUERIES, KEYS, VALUES, numbers(2, 3, 3)),
+    case="with a bias of the first keys",
+    **OPSET_23,
+)
+
+
+def in_sight(q: Any, k: Any, v: Any, *others: Any, left: int = 99, right: int = 99) -> Any:
+    """Attention of each query to the keys near its own place, the last of which is that of the last key."""
+    lengths = others[-1] if others else torch.tensor([q.shape[2]] * len(q))
+    own, keys = torch.arange(q.shape[2])[:, None] + lengths[:, None, None] - q.shape[2], torch.arange(k.shape[2])
+    seen = (keys <= own + right) & (keys >= own - left) & (keys < (lengths[:, None, None] if others else 99))
+    return attention(q, k, v, seen[:, None])
+
+
+LONG = None, None, ints(4, 5)
+ask("Attention", partial(in_sight, right=0), *SAMPLES, None, *LONG, is_causal=1, case="causal at the end", **AT_24)
+ask(
+    "Attention",
+    partial(in_sight, left=1, right=1),
+    *SAMPLES,
+    left_window_size=1,
+    right_window_size=1,
+    case="to a window",
+    **AT_25,
+)
+ask(
+    "Attention",
+    partial(in_sight, left=2, right=0),
+    *(*SAMPLES, None, *LONG),
+    left_window_size=2,
+    is_causal=1,
+    case="to a window at the end",
+    **AT_25,
+)
+
+
+def turned(x: Any, cos: Any, sin: Any, places: Any = None, *, size: int = 4, interleaved: bool = False) -> Any:
+    """The pairs of x [batch, heads, length, size], turned."""
+    cos, sin = ((one if places is None else one[places])[:, None] for one in (cos, sin))
+    part = x[..., :size]
+    first, second = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+    both = first * cos - second * sin, first * sin + second * cos
+    whole = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
+    return torch.cat([whole, x[..., size:]], -1)
+
+
+TOKENS, PLACES = numbers(2, 3, 5, 4), np.array([[0, 1, 2, 3, 4], [3, 3, 0, 6, 1]])
+ask("RotaryEmbedding", turned, TOKENS, numbers(2, 5, 2), numbers(2, 5, 2), **OPSET_23)
+ask("RotaryEmbedding", turned, TOKENS, numbers(7, 2), numbers(7, 2), PLACES, case="of places", **OPSET_23)
+ask(
+    "RotaryEmbedding",
+    partial(turned, size=2, interleaved=True),
+    *(TOKENS, numbers(7, 1), numbers(7, 1), PLACES),
+    rotary_embedding_dim=2,
+    interleaved=1,
+    case="of neighbours",
+    **OPSET_23,
+)
+ask(
+    "RotaryEmbedding",
+    lambda x, cos, sin: merge(turned(split(x, 3), cos, sin)),
+    *(numbers(2, 5, 12), numbers(2, 5, 2), numbers(2, 5, 2)),
+    num_heads=3,
+    case="of three dimensions",
+    **OPSET_23,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,6 +46,21 @@ def test_narrower_floats_have_the_same_gradients(question: Question) -> None:
         for name in question.trained:
             assert got[name].dtype == dtype
             assert_close(got[name], expected[name], tolerance(dtype))
+
+
+ELEMENTWISE = {*DERIVATIVES, *"Add Sum Mean Max Min LeakyRelu Relu Sigmoid Tanh Swish Identity CastLike".split()}
+ALONE = {name: one for name, one in QUESTIONS.items() if one.op in ELEMENTWISE}
+
+
+@pytest.mark.parametrize("question", ALONE.values(), ids=ALONE)
+def test_the_gradient_of_a_scalar_is_that_of_a_list_of_one_number(question: Question) -> None:
+    lists = tuple(None if one is None else one.reshape(-1)[:1] for one in question.inputs)
+    scalars = tuple(None if one is None else one.reshape(()) for one in lists)
+    for dtype in (np.dtype(np.float64), np.dtype(np.float32), FLOAT16, BFLOAT16):
+        got, expected = (replace(question, inputs=given).by_rule(dtype) for given in (scalars, lists))
+        for name in question.trained:
+            assert (got[name].shape, got[name].dtype) == ((), dtype)
+            assert got[name].tobytes() == expected[name].tobytes()
 
 
 BLOCK_BYTES = 1 << 20
