@@ -16,7 +16,7 @@ from service.graphs.tensors import with_defaults
 OPS = sorted(op for domain, op in NODES if not domain and onnx.defs.has(op))
 
 REQUIRED: dict[str, dict[str, Any]] = {
-    **{op: {"kernel_shape": [2]} for op in ("AveragePool", "MaxPool")},
+    **{op: {"kernel_shape": [2]} for op in ("AveragePool", "LpPool", "MaxPool")},
     **{op: {"blocksize": 2} for op in ("DepthToSpace", "SpaceToDepth")},
     **{op: {"shape": [2]} for op in ("RandomNormal", "RandomUniform")},
     "BitCast": {"to": 1},
@@ -25,6 +25,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "Concat": {"axis": 0},
     "Einsum": {"equation": "i->i"},
     "GroupNormalization": {"num_groups": 2},
+    "LRN": {"size": 3},
 }
 """The attributes that a node must have."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 
 from service.dtypes import BFLOAT16, FLOAT16, Array
@@ -63,6 +65,18 @@ def test_elementwise_operators_agree_with_the_reference(op: str) -> None:
     np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [np.dtype(np.float64), np.dtype(np.float32), FLOAT16, BFLOAT16])
+@pytest.mark.parametrize("op", [*UFUNCS, *TESTS, *FOLDS, *FORMULAS, "Div", "Pow", "Mod"])
+def test_a_scalar_is_computed_as_a_list_of_one_number(op: str, dtype: Any) -> None:
+    given = [one.reshape(-1)[:1] for one in tensors(op)][: 2 if op in {*TWO_INPUTS, "Div", "Pow", "Mod"} else 1]
+    given = [one.astype(dtype) if one.dtype.kind == "f" else one for one in given]
+    with np.errstate(all="ignore"):
+        got, expected = run(op, *(one.reshape(()) for one in given)), run(op, *given)
+    assert isinstance(got, np.ndarray)
+    assert (got.shape, got.dtype) == ((), expected.dtype)
+    assert got.tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
 def test_narrow_floats_are_rounded_once(dtype: Any) -> None:
     given = FLOATS.astype(dtype)
@@ -115,6 +129,7 @@ def ints(*numbers: int) -> Array:
 
 CUBE = RANDOM.normal(size=(2, 3, 4)).astype(np.float32)
 IMAGE = RANDOM.normal(size=(1, 8, 4, 6)).astype(np.float32)
+PLACES = (RANDOM.integers(-120, 120, (1, 2, 9, 2)) / 64).astype(np.float32)
 
 QUESTIONS: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("Reshape", [CUBE, ints(0, -1)], {}),
@@ -173,6 +188,30 @@ QUESTIONS: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("TopK", [CUBE, ints(2)], {"outputs": 2, "largest": 0, "axis": 1}),
     ("CumSum", [CUBE, np.array(-1)], {"exclusive": 1, "reverse": 1}),
     ("CumSum", [CUBE, np.array(0)], {}),
+    ("CumProd", [CUBE, np.array(-1)], {"exclusive": 1, "reverse": 1, "opset": 26}),
+    ("CumProd", [np.array([[1, -2], [0, 3]]), np.array(0)], {"opset": 26}),
+    ("BitCast", [FLOATS], {"to": TensorProto.INT32, "opset": 26}),
+    ("BitCast", [ints(1, -1, 1 << 62)], {"to": TensorProto.DOUBLE, "opset": 26}),
+    ("TensorScatter", [CUBE, CUBE[:, :2], ints(1, 0)], {"opset": 24}),
+    ("TensorScatter", [CUBE, CUBE[..., :3]], {"axis": -1, "opset": 24}),
+    ("TensorScatter", [CUBE, CUBE[:, :2], ints(2, 7)], {"mode": "circular", "opset": 24}),
+    ("Swish", [FLOATS], {"alpha": 1.75, "opset": 24}),
+    ("RotaryEmbedding", [IMAGE, FLOATS[:, :3], 2 * FLOATS[:, :3], ints(0, 2, 1, 1)[None]], {"opset": 23}),
+    (
+        "RotaryEmbedding",
+        [CUBE, FLOATS[:, :1], FLOATS[:, 1:2], np.array([[0, 1, 2], [2, 2, 0]])],
+        {"num_heads": 1, "rotary_embedding_dim": 2, "interleaved": 1, "opset": 23},
+    ),
+    *(
+        ("GridSample", [IMAGE[:, :1], PLACES], {"mode": mode, "padding_mode": padding, "align_corners": corners})
+        for mode in ("nearest", "linear", "cubic")
+        for padding in ("zeros", "reflection", *(["border"] if mode != "cubic" else []))
+        for corners in (0, 1)
+    ),
+    ("GridSample", [IMAGE[:, None], np.concatenate([PLACES, PLACES[..., :1] / 2], -1)[:, None]], {"mode": "cubic"}),
+    ("GridSample", [CUBE[:1], PLACES[0, :1, :, :1]], {}),
+    ("LpPool", [IMAGE], {"kernel_shape": [2, 3], "pads": [1, 0, 0, 1], "strides": [1, 2], "p": 3}),
+    ("LpPool", [IMAGE], {"kernel_shape": [2, 2], "dilations": [1, 3]}),
     ("NonZero", [np.array([[1, 0], [2, 3]])], {}),
     ("MatMul", [CUBE, CUBE.transpose(0, 2, 1)], {}),
     ("Gemm", [FLOATS, FLOATS, FLOATS[:, 0]], {"transB": 1, "alpha": 0.5, "beta": 2.0}),
@@ -262,6 +301,85 @@ def test_attention_to_nothing_is_zero() -> None:
     given = [np.ones((1, 1, 2, 3))] * 3
     seen = np.array([[False, False], [True, False]])
     assert run("Attention", *given, seen, opset=23).tolist() == [[[[0.0] * 3, [1.0] * 3]]]
+
+
+def test_a_cache_that_gives_its_places_is_attended_to_as_far_as_it_is_filled() -> None:
+    """The first sample has two keys, and so no key for the first of its three queries."""
+    Q, K, V = RANDOM.normal(size=(2, 4, 3, 2)), RANDOM.normal(size=(2, 2, 5, 2)), RANDOM.normal(size=(2, 2, 5, 3))
+    given: list[Any] = [Q, K, V, RANDOM.normal(size=(3, 4)), None, None, ints(2, 4)]
+    options: dict[str, Any] = {"is_causal": 1, "opset": 24}
+    made = node("Attention", 7, **options)
+    step = step_of(replace(made, inputs=("x0", "x1", "x2", "x3", "", "", "x6")))
+    got = step.function(*given)
+    np.testing.assert_allclose(got, reference("Attention", *given, **options), rtol=1e-6, atol=1e-7)
+    assert not got[0, :, 0].any()
+
+
+HUGE = np.array([[[[np.inf, -np.inf], [np.nan, 0]], [[1e300, 1], [-1e300, 1]]]])
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+def test_samples_of_no_place_are_zero_and_those_of_far_places_are_finite(mode: str, padding: str) -> None:
+    with np.errstate(all="ignore"):
+        got = run("GridSample", np.ones((1, 1, 2, 2)), HUGE, mode=mode, padding_mode=padding)
+    assert got[0, 0, 0, 1] == 0
+    assert np.isfinite(got[0, 0, 1]).all()
+
+
+def test_bits_that_become_a_bool_are_a_bool() -> None:
+    got = run("BitCast", np.array([0, 1, 2, 255], np.uint8), to=TensorProto.BOOL)
+    assert got.view(np.uint8).tolist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "options", "problem"),
+    [
+        ("BitCast", [FLOATS], {"to": TensorProto.INT64}, "the input is float32, but must have the 64 bits of int64"),
+        ("TensorScatter", [CUBE, CUBE, ints(0)], {}, "write_indices has shape [1], but must have [2]"),
+        ("TensorScatter", [CUBE, CUBE], {"axis": 0}, "must fit into [2, 3, 4] along axis 0, not 0"),
+        ("TensorScatter", [CUBE, CUBE[:, :1, :2]], {}, "updates has shape [2, 1, 2], but must have [2, 1, 4]"),
+        ("TensorScatter", [CUBE, CUBE[:, :2], ints(0, 2)], {}, "from 0 to 3, but must be from 0 to 2"),
+        ("TensorScatter", [CUBE, CUBE[:, :2], ints(-1, 0)], {}, "from -1 to 1, but must be from 0 to 2"),
+        ("RotaryEmbedding", [IMAGE, CUBE, CUBE], {}, "the angles have shapes [2, 3, 4], [2, 3, 4], but must have"),
+        ("RotaryEmbedding", [IMAGE, CUBE, CUBE], {"rotary_embedding_dim": 3}, "3 numbers of a head are rotated"),
+        ("RotaryEmbedding", [CUBE, CUBE, CUBE], {"num_heads": 3}, "has shape [2, 3, 4], which are not 3 heads"),
+        ("GridSample", [IMAGE, PLACES[..., :1]], {}, "but they must have [N, C, in...] and [N, out..., axes]"),
+        ("GridSample", [IMAGE[:, :0], PLACES], {}, "X has shape [1, 0, 4, 6]"),
+        ("GridSample", [IMAGE.astype(np.int32), PLACES], {}, "X is int32, but must be one of float16"),
+        ("GridSample", [np.ones((1, 1, *[1] * 4)), np.ones((1, *[1] * 4, 4))], {}, "with 1 to 3 axes"),
+        ("GridSample", [FLOATS, PLACES], {}, "X has shape [3, 4]"),
+        ("LRN", [FLOATS], {"size": 3}, "X has shape [3, 4], but must have 3 dimensions or more"),
+        ("LpPool", [IMAGE], {"kernel_shape": [5, 1]}, "a window takes 5"),
+        ("LpPool", [FLOATS], {"kernel_shape": [1]}, "must have 3 dimensions or more"),
+        ("Attention", [IMAGE] * 3 + [None, None, None, ints(1, 2)], {}, "nonpad_kv_seqlen has shape [2]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(op: str, given: list[Any], options: Any, problem: str) -> None:
+    made = node(op, len(given), **options)
+    names = tuple("" if one is None else name for one, name in zip(given, made.inputs, strict=True))
+    with pytest.raises(GradserveError, match=re.escape(problem)):
+        step_of(replace(made, inputs=names)).function(*given)
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "problem"),
+    [
+        ("GridSample", {"mode": "area"}, "mode is 'area', but must be one of nearest, linear, cubic"),
+        (
+            "GridSample",
+            {"padding_mode": "wrap"},
+            "padding_mode is 'wrap', but must be one of zeros, border, reflection",
+        ),
+        ("LRN", {"size": 0}, "size is 0, but must be an integer in"),
+        ("LRN", {"size": 1 << 62}, "size is 4611686018427387904, but must be"),
+        ("LpPool", {"p": 0}, "p is 0, but must be an integer of at least 1"),
+        ("BitCast", {"to": TensorProto.INT4}, "the type INT4 is none of float32, uint8"),
+    ],
+)
+def test_attributes_that_are_not_served_are_refused(op: str, options: Any, problem: str) -> None:
+    with pytest.raises(InvalidGraph, match=problem):
+        step_of(node(op, **options))
 
 
 def test_attention_with_a_cache_is_refused() -> None:

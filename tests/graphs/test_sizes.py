@@ -13,6 +13,7 @@ import pytest
 
 from service.dtypes import Array, DType
 from service.errors import Busy, TensorTooLarge
+from service.graphs.gradients import Tape, differentiate
 from service.graphs.graph import Graph
 from service.graphs.nodes import step_of
 from service.graphs.plan import Node, Plan
@@ -20,6 +21,7 @@ from service.kernels import Workspace, workspace
 from tests.graphs.test_nodes import ints, node
 from tests.graphs.test_training import OWN, step
 
+RANDOM = np.random.default_rng(3)
 MOST = 1 << 20
 LONG = 1 << 40
 
@@ -79,6 +81,14 @@ LARGE: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("TopK", [EMPTY, ints(1)], {"axis": 0, "outputs": 2}),
     ("NonZero", [np.ones((1, 1, 1, 1 << 15))], {}),
     ("CumSum", [np.ones(1 << 17, np.float16), np.array(0)], {}),
+    ("CumProd", [np.ones(1 << 17, np.float16), np.array(0)], {}),
+    ("TensorScatter", [EMPTY[..., None], EMPTY[..., None]], {}),
+    ("RotaryEmbedding", [ROW.reshape(1, 1, 1, -1), ROW[:, ::2], ROW[:, ::2], np.zeros((1, 99), int)], {}),
+    ("BitCast", [np.ones(1 << 21, np.uint8)], {"to": 9}),
+    ("GridSample", [np.ones((1, 1, 1, 1)), np.ones((1, 1, 1 << 14, 2))], {"mode": "cubic"}),
+    ("GridSample", [np.ones((1, 1 << 18, 1, 1), np.float32), np.ones((1, 1, 1, 2))], {}),
+    ("LRN", [ROW.reshape(1, 1, -1).repeat(8, 1)], {"size": 3}),
+    ("LpPool", [ROW.reshape(1, 1, -1).repeat(8, 1)], {"kernel_shape": [2]}),
     ("Cast", [np.ones(1 << 18, bool)], {"to": 11}),
 ]
 
@@ -179,6 +189,35 @@ def test_a_gradient_counts_with_all_the_memory_that_it_keeps() -> None:
     tensors = {f"parameters.p{k}": np.ones(4, np.float32) for k in range(20)}
     x, y = np.ones(LENGTH, np.float32), np.ones(LENGTH + 4, np.float32)
     assert_claimed(lambda: operator({**tensors, "x": x, "y": y}, {}))
+
+
+WIDE, PLACES = RANDOM.normal(size=(2, 8, 1 << 15)), RANDOM.uniform(-1.2, 1.2, (2, 8, 1 << 12, 2))
+ANGLES = RANDOM.normal(size=(2, 1 << 12, 32))
+LAYERS: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "CumProd": ([WIDE, np.array(2)], {}),
+    "TensorScatter": ([WIDE, WIDE[..., : 1 << 14], ints(9, 0)], {"axis": 2}),
+    "RotaryEmbedding": ([WIDE.reshape(2, 2, 1 << 12, 32), ANGLES[..., :16], ANGLES[..., 16:]], {}),
+    "GridSample": ([WIDE[..., : 1 << 12].reshape(2, 8, 64, 64), PLACES], {}),
+    "GridSample of an image": ([WIDE[..., : 1 << 12].reshape(2, 8, 64, 64), PLACES], {"mode": "cubic"}),
+    "GridSample of channels": ([WIDE.reshape(2, 1 << 12, 8, 8), PLACES[:, :4, :16]], {"mode": "nearest"}),
+    "LRN": ([WIDE], {"size": 5}),
+    "LpPool": ([WIDE], {"kernel_shape": [3], "p": 3}),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_and_its_gradients_claim_what_they_take(name: str, dtype: Any) -> None:
+    given, options = LAYERS[name]
+    made = node(name.split()[0], len(given), opset=26, **options)
+    tensors = {
+        k: one.astype(dtype) if one.dtype.kind == "f" else one for k, one in zip(made.inputs, given, strict=True)
+    }
+    nodes = [made, Node("ReduceSum", "", 21, made.outputs, ("loss",), {"keepdims": 0})]
+    tape = Tape(map(step_of, nodes))
+    found = differentiate(tape, nodes, "loss", [name for name, one in tensors.items() if one.dtype == dtype])
+    plan = Plan(tape.steps, {}, ["loss", *found.values()])
+    assert_claimed(lambda: plan.run(tensors))
 
 
 def assert_claimed(run: Callable[[], Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,9 +13,10 @@ from service.dtypes import Array
 from service.errors import InvalidGraph
 from service.graphs.gradients.arrays import rounded_once
 from service.graphs.gradients.tape import Tape, gradient_of, rule
-from service.graphs.nodes.layers import is_training
+from service.graphs.nodes.layers import is_training, squares
 from service.graphs.plan import Node
-from service.kernels import OPERATORS
+from service.kernels import OPERATORS, claim
+from service.kernels.grid_sample import Sampler
 from service.kernels.normalization import group_normalization_grad
 from service.kernels.pool import average_pool_grad, max_pool_grad
 from service.kernels.resize import resize_grad
@@ -49,6 +51,43 @@ def average_pool(tape: Tape, node: Node, dY: str) -> Sequence[str]:
         return average_pool_grad(dY, np.array(shape), **{"kernel_shape": [*shape[2:]], **node.attributes})
 
     return [tape.call(gradient, dY, tape.shape(node.inputs[0]))]
+
+
+@rule("LpPool", "GlobalLpPool")
+def lp_pool(tape: Tape, node: Node, dY: str) -> Sequence[str]:
+    attributes = {**node.attributes}
+    p = attributes.pop("p", 2)
+
+    @rounded_once
+    def gradient(dY: Array, X: Array, Y: Array) -> Array:
+        given = {"kernel_shape": [*X.shape[2:]], "count_include_pad": 1, **attributes}
+        shares = np.where(Y == 0, 0, dY * Y ** (1 - p)) * dY.dtype.type(math.prod(given["kernel_shape"]))
+        dX: Array = average_pool_grad(shares, np.array(X.shape), **given) * np.copysign(np.abs(X) ** (p - 1), X)
+        return dX
+
+    return [tape.call(gradient, dY, node.inputs[0], node.outputs[0])]
+
+
+@rule("LRN")
+def local_response(tape: Tape, node: Node, dY: str) -> Sequence[str]:
+    attributes = {**node.attributes}
+    beta = attributes.pop("beta", 0.75)
+
+    def gradient(dY: Array, X: Array) -> Array:
+        x, base, windows = squares(X, **attributes)
+        claim(4 * base.nbytes)
+        power = base**-beta * dY.reshape(x.shape)
+        shares = average_pool_grad(power * x / base, np.array(x.shape), **windows)
+        dX: Array = power - x.dtype.type(2 * attributes.get("alpha", 1e-4) * beta) * x * shares
+        return dX.reshape(X.shape).astype(X.dtype, copy=False)
+
+    return [tape.call(gradient, dY, node.inputs[0])]
+
+
+@rule("GridSample")
+def grid_sample(tape: Tape, node: Node, dY: str) -> Sequence[str]:
+    sampler, (X, grid) = Sampler(**node.attributes), node.inputs
+    return [tape.call(sampler.image_grad, dY, tape.shape(X), grid), tape.call(sampler.grid_grad, dY, X, grid)]
 
 
 @rule("Resize")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from service.dtypes import Array
-from service.errors import InvalidParameter
+from service.dtypes import Array, compute_dtype
+from service.errors import InvalidParameter, ShapeMismatch
 from service.graphs.nodes.kernels import attributes_of
 from service.graphs.nodes.table import Function, maker
 from service.graphs.plan import Node
-from service.kernels import OPERATORS
+from service.kernels import OPERATORS, claim
 from service.kernels.batch_norm import batch_norm_internal
 from service.kernels.conv import conv, conv_transpose
+from service.kernels.grid_sample import Sampler
 from service.kernels.losses import negative_log_likelihood_loss_internal
 from service.kernels.normalization import group_normalization, layer_normalization
 from service.kernels.pool import average_pool, max_pool
@@ -49,6 +52,57 @@ def layer(node: Node) -> Function:
 @maker("MaxPool", "GlobalMaxPool")
 def max_pool_node(node: Node) -> Function:
     return partial(max_pool, indices=len(node.outputs) > 1, **attributes_of(node, OPERATORS["MaxPoolGrad"]))
+
+
+@maker("LpPool", "GlobalLpPool")
+def lp_pool_node(node: Node) -> Function:
+    attributes = {**node.attributes}
+    if (p := attributes.pop("p", 2)) < 1:
+        raise InvalidParameter(f"p is {p}, but must be an integer of at least 1", parameter="p")
+    return partial(lp_pool, p, **attributes_of(replace(node, attributes=attributes), OPERATORS["MaxPoolGrad"]))
+
+
+def lp_pool(p: int, X: Array, /, **attributes: Any) -> Array:
+    """Return (sum |x|^p)^(1/p) of each window: the windows are those of AveragePool, and their paddings are zeros."""
+    wide = compute_dtype(X.dtype)
+    claim(3 * X.size * wide.itemsize)
+    means = average_pool(np.abs(X.astype(wide)) ** p, count_include_pad=1, **attributes)
+    claim(3 * means.nbytes)
+    norms: Array = (means * math.prod(attributes.get("kernel_shape", X.shape[2:]))) ** (1 / p)
+    return norms.astype(X.dtype, copy=False)
+
+
+@maker("LRN")
+def local_response_node(node: Node) -> Function:
+    size, most = node.attributes["size"], 1 << 31
+    if not 1 <= size <= most:
+        raise InvalidParameter(f"size is {size}, but must be an integer in [1, {most}]", parameter="size")
+    return partial(local_response, **node.attributes)
+
+
+def local_response(X: Array, *, beta: float = 0.75, **attributes: Any) -> Array:
+    """Return X divided by a power of the squares of near channels."""
+    x, base, _ = squares(X, **attributes)
+    return (x * base**-beta).reshape(X.shape).astype(X.dtype, copy=False)
+
+
+def squares(X: Array, *, size: int, alpha: float = 1e-4, bias: float = 1.0) -> tuple[Array, Array, dict[str, Any]]:
+    """Return X [N, 1, C, rest], bias + alpha * the mean square of near channels, and these as windows of a pool."""
+    if X.ndim < 3:
+        raise ShapeMismatch(f"X has shape {list(X.shape)}, but must have 3 dimensions or more", tensor="X")
+    windows: dict[str, Any] = {
+        "kernel_shape": [size, 1],
+        "pads": [(size - 1) // 2, 0, size // 2, 0],
+        "count_include_pad": 1,
+    }
+    claim(5 * X.size * compute_dtype(X.dtype).itemsize)
+    x = X.astype(compute_dtype(X.dtype), copy=False).reshape(len(X), 1, X.shape[1], math.prod(X.shape[2:]))
+    return x, average_pool(x * x, **windows) * x.dtype.type(alpha) + x.dtype.type(bias), windows
+
+
+@maker("GridSample")
+def grid_sample(node: Node) -> Function:
+    return Sampler(**node.attributes).sample
 
 
 @maker("GroupNormalization")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -103,6 +105,83 @@ layer(
 )
 layer("GlobalAveragePool", lambda X: X.mean((2, 3), keepdim=True), numbers(2, 3, 4, 5))
 layer("GlobalMaxPool", lambda X: X.amax((2, 3), keepdim=True), different(2, 3, 4, 5))
+
+
+def norms(case: str, X: Array, p: int, **attributes: Any) -> None:
+    """Add an LpPool, whose sums are products with ones."""
+    options = {"stride": attributes.get("strides", 1), "dilation": attributes.get("dilations", 1)}
+    kernel, channels = attributes["kernel_shape"], X.shape[1]
+    ones, pads = torch.ones(channels, 1, *kernel).double(), attributes.get("pads", [0] * 6)[: len(kernel)]
+    sums = getattr(F, f"conv{len(kernel)}d")
+
+    def pool(X: Tensor) -> Tensor:
+        return sums(X.abs() ** p, ones, groups=channels, padding=pads, **options) ** (1 / p)
+
+    layer(f"LpPool {case}", pool, X, p=p, **attributes)
+
+
+norms("of one axis", numbers(2, 3, 7), 2, kernel_shape=[3], strides=[2])
+norms("with padding", numbers(2, 2, 5, 6), 3, kernel_shape=[3, 2], pads=[1, 0, 1, 0], strides=[1, 2])
+norms("with dilations", numbers(1, 2, 6, 6), 1, kernel_shape=[2, 2], dilations=[3, 2])
+norms("of three axes", numbers(1, 2, 4, 4, 4), 4, kernel_shape=[2, 2, 2])
+layer(
+    "LpPool that sticks out",
+    lambda X: F.lp_pool2d(F.pad(X, (0, 1, 0, 1)), 2, 2, 2),
+    numbers(1, 2, 5, 5),
+    kernel_shape=[2, 2],
+    strides=[2, 2],
+    ceil_mode=1,
+)
+layer("GlobalLpPool", lambda X: (X.abs() ** 3).sum((2, 3), keepdim=True) ** (1 / 3), numbers(2, 3, 4, 5), p=3)
+
+
+def local_response(X: Tensor, size: int, alpha: float, beta: float, bias: float) -> Tensor:
+    squares = F.pad(X.square().movedim(1, -1), ((size - 1) // 2, size // 2))
+    return X / (bias + alpha / size * squares.unfold(-1, size, 1).sum(-1).movedim(-1, 1)) ** beta
+
+
+layer("LRN", lambda X: F.local_response_norm(X, 3, 0.5, 0.75, 2), numbers(2, 5, 3, 4), size=3, alpha=0.5, bias=2.0)
+for _size, _shape in ((2, (2, 4, 3)), (9, (1, 4, 2, 2)), (1, (2, 3, 1, 2, 2))):
+    _options: dict[str, Any] = {"size": _size, "alpha": 1.5, "beta": 0.5, "bias": 1.0}
+    layer(f"LRN of size {_size}", partial(local_response, **_options), numbers(*_shape), **_options)
+
+
+def places(*shape: int, reach: int = 90, unit: int = 64) -> Array:
+    """Places that all floating dtypes have, none of which is in the middle or at the edge of a pixel."""
+    return (RANDOM.integers(-reach, reach, shape) + 0.5) / unit
+
+
+def sampled(mode: str, padding: str, corners: int, X: Array, *out: int, **options: Any) -> None:
+    """Add a GridSample at places, some of which are outside."""
+    grid = places(len(X), *out, X.ndim - 2, **options)
+    options = {"mode": mode, "padding_mode": padding, "align_corners": corners}
+    names = {"linear": "bilinear", "cubic": "bicubic"}
+    layer(
+        f"GridSample {mode} {padding} {corners} {len(out)}",
+        lambda X, grid: F.grid_sample(X, grid, names.get(mode, mode), padding, bool(corners)),
+        *(X, grid),
+        **options,
+        opset=20,
+    )
+
+
+for _mode in ("nearest", "linear", "cubic"):
+    for _padding in ("zeros", "border", "reflection"):
+        for _corners in (0, 1):
+            sampled(_mode, _padding, _corners, numbers(2, 3, 4, 5), 3, 6)
+            if _mode != "cubic":
+                sampled(_mode, _padding, _corners, numbers(1, 2, 3, 4, 5), 2, 3, 4)
+sampled("bilinear", "reflection", 0, numbers(1, 1, 1, 3), 8, 1, unit=8)
+sampled("bicubic", "reflection", 0, numbers(1, 1, 2, 3), 4, 4, unit=8)
+sampled("bilinear", "reflection", 1, numbers(1, 1, 1, 3), 4, 4, unit=8)
+layer(
+    "GridSample of an image alone",
+    lambda X, grid: F.grid_sample(X, grid, align_corners=False),
+    numbers(1, 2, 4, 4),
+    places(1, 3, 3, 2, reach=60),
+    frozen=[1],
+    opset=16,
+)
 
 
 def batch_norm(training: bool) -> Callable[..., Tensor]:
