@@ -16,6 +16,7 @@ from service.errors import tree
 from service.graphs.gradients import RULES
 from service.graphs.nodes import NODES
 from service.graphs.nodes.table import with_attributes
+from service.graphs.unrolled import OURS
 from service.kernels import OPERATORS, Attribute, Operator, Tensor
 from service.settings import Settings
 
@@ -166,13 +167,14 @@ FAMILIES_OF_NAMES = {
 def nodes() -> str:
     """The operators that models may have, by family, and whether the server differentiates them."""
     families: dict[str, list[tuple[str, str]]] = {}
-    for key in sorted(NODES, key=lambda key: key[::-1]):
+    served = {key for key in NODES if key[0] != OURS}
+    for key in sorted(served, key=lambda key: key[::-1]):
         families.setdefault(_family_of(*key), []).append(key)
     rows = [
         (family, *(", ".join(_shown(*key) for key in keys if (key in RULES) is has_rule) for has_rule in (True, False)))
         for family, keys in sorted(families.items())
     ]
-    number = f"{len(NODES)} operators, {len(NODES.keys() & RULES.keys())} of them with gradients."
+    number = f"{len(served)} operators, {len(served & RULES.keys())} of them with gradients."
     return f"{table(('family', 'with a gradient', 'without'), rows)}\n{number}\n"
 
 
