@@ -381,12 +381,13 @@ def test_a_body_that_arrives_byte_by_byte_times_out(
 def test_a_slow_body_within_the_timeout_is_read() -> None:
     """No pause is as long as the timeout, but all together are longer."""
     messages = [make(size) for make in (v1, v2) for size in (SMALL, LARGE)]
-    with serving(request_timeout=3) as url, ExitStack() as opened:
+    wholes = [message.whole() for message in messages]
+    with serving(request_timeout=6) as url, ExitStack() as opened:
         connections = [opened.enter_context(Connection(url)) for _ in messages]
         for start, stop in pairwise((0, *range(-21, 0), None)):
-            for connection, message in zip(connections, messages, strict=True):
-                connection.send(message.whole()[start:stop])
-            time.sleep(0.15)  # the clients' slowness: there is nothing to wait for
+            for connection, whole in zip(connections, wholes, strict=True):
+                connection.send(whole[start:stop])
+            time.sleep(0.3)  # the clients' slowness: there is nothing to wait for
         for connection, message in zip(connections, messages, strict=True):
             assert_right(connection.answer(), message)
 

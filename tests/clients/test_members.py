@@ -15,7 +15,7 @@ from tests.clients.both import connected
 from tests.clients.terminal import Call
 from tests.serving import serving
 
-DEADLINE = 0.3
+DEADLINE = 1.0
 
 
 @pytest.fixture

@@ -20,14 +20,20 @@ def code(notebook: Any) -> list[Any]:
 
 def outputs(notebook: Any) -> list[Any]:
     """Return the outputs of each cell. Pictures count by their type, since another matplotlib draws another one."""
-    return [[_shown(output) for output in cell.outputs] for cell in code(notebook)]
+    return [_shown(cell.outputs) for cell in code(notebook)]
 
 
-def _shown(output: Any) -> Any:
-    if output.output_type == "stream":
-        return output.name, output.text
-    data = {**output.data}
-    return {**data, "image/png": "..."} if "image/png" in data else data
+def _shown(outputs: Any) -> list[Any]:
+    """Return outputs, with a stream whole: a slow kernel sends it in several parts."""
+    shown: list[Any] = []
+    for output in outputs:
+        if output.output_type != "stream":
+            shown.append(output.data | {"image/png": "..."} if "image/png" in output.data else {**output.data})
+        elif shown and isinstance(shown[-1], tuple) and shown[-1][0] == output.name:
+            shown[-1] = output.name, shown[-1][1] + output.text
+        else:
+            shown.append((output.name, output.text))
+    return shown
 
 
 def test_it_prints_what_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
