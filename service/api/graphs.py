@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, RootModel
@@ -32,6 +33,7 @@ from service.buffers.graphs import StoredGraph
 from service.buffers.names import check_length, check_name
 from service.buffers.record import Key
 from service.errors import Invalid, InvalidGraph, InvalidParameter, UnsupportedMediaType, shown
+from service.kernels import Operator
 
 if TYPE_CHECKING:
     from service.graphs.graph import Graph
@@ -76,6 +78,11 @@ class GraphQuery(EndpointQuery):
         ge=0,
         lt=1 << 63,
         description="The seed of random nodes; by default that of the Idempotency-Key, or a new one.",
+    )
+    form: Literal["training", "inference"] = Field(
+        "training",
+        description="`inference`: evaluate a model with a loss. Dropout is off, BatchNormalization takes its running"
+        " statistics, and there are no gradients.",
     )
 
 
@@ -263,7 +270,22 @@ async def run_graph(call: CurrentCall, name: str, query: Annotated[GraphQuery, Q
     """
     call.graph = name
     types, content = media_types(call), await read_body(call)
-    return await answer_body(call, (await planned(call, name)).operator, query, types, content)
+    found = await planned(call, name)
+    operator = found.operator if query.form == "training" else _inference(found, [*query.into, *query.sets])
+    return await answer_body(call, operator, query, types, content)
+
+
+def _inference(planned: Planned, targets: Sequence[str]) -> Operator:
+    """Return the graph in inference form. Raises `InvalidParameter` for targets that it has not."""
+    for text in targets:
+        if planned.graph.kind == "training" and _TRAINED.match(text):
+            problem = f"form=inference gives no gradients and no new statistics, but {shown(text)} names some"
+            raise InvalidParameter(problem, parameter="form")
+    return planned.graph.inference(planned.stored.name)
+
+
+_TRAINED = re.compile("(gradients|statistics)[.:]")
+"""How the targets of a training graph begin."""
 
 
 def _head(stored: StoredGraph) -> GraphHead:

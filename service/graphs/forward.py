@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,7 @@ def training_of(model: Model, loss: str, train: str | None = None) -> Program:
 
     `train` chooses the parameters: see `parameters_of`. The others are constants. Dropout takes its training form, and
     so does BatchNormalization with a trained scale or bias, or, if it has neither, with a trained parameter before it.
-    Raises `InvalidGraph`.
+    They have their other form in the program's `inference`. Raises `InvalidGraph`.
     """
     inputs, value, losses, checks = _loss(model, loss)
     nodes, tensors = [*model.nodes, *losses], {**model.initializers, **model.constants}
@@ -57,14 +57,13 @@ def training_of(model: Model, loss: str, train: str | None = None) -> Program:
         labels = ", ".join(shown(node.label) for node in lacking[:MAX_LISTED])
         problem = f"on the way to the loss, these nodes have no gradient: {labels}"
         raise InvalidGraph(f"{problem}. train= can leave out the parameters before them", nodes=labels)
-    steps = [*map(step_of, paced(nodes, NODE_BYTES))]
-    steps[len(model.nodes) : len(model.nodes)] = checks
-    tape = Tape(steps, model.budget)
+    size = len(model.nodes)
+    tape = Tape([*_steps(nodes[:size]), *checks, *_steps(nodes[size:])], model.budget)
     gradients = differentiate(tape, nodes, value.name, chosen)
     _check_reached(gradients, train or "*", chosen)
     statistics = statistics_of(nodes, tensors)
     initial = {name: tensors[name] for name in (*gradients, *statistics) if name in tensors}
-    return Program(
+    program = Program(
         steps=tape.steps,
         constants={TRUE: np.array(True), **{k: v for k, v in tensors.items() if k not in initial}},
         inputs=tuple(one for one in inputs if one.name not in gradients),
@@ -75,6 +74,14 @@ def training_of(model: Model, loss: str, train: str | None = None) -> Program:
         statistics=statistics,
         initial=initial,
     )
+    plain = [*_steps([one for node in model.nodes for one in _in_inference(node)]), *checks, *_steps(losses)]
+    return replace(
+        program, inference=replace(program, steps=plain, gradients={}, statistics={one: one for one in statistics})
+    )
+
+
+def _steps(nodes: Iterable[Node]) -> list[Step]:
+    return [*map(step_of, paced(nodes, NODE_BYTES))]
 
 
 def _loss(model: Model, loss: str) -> tuple[tuple[Value, ...], Value, list[Node], list[Step]]:
@@ -132,6 +139,17 @@ def _in_training(node: Node, on_the_way: set[str], constants: Collection[str]) -
     if node.op == "BatchNormalization" and not on_the_way.isdisjoint(trained):
         node = replace(node, attributes={**node.attributes, "training_mode": 1})
     return node if on_the_way.isdisjoint(node.inputs) else completed(node)
+
+
+def _in_inference(node: Node) -> list[Node]:
+    """Return the form of a node for inference: Dropout keeps all, and running statistics stay as they are."""
+    if node.op == "Dropout":
+        return [replace(node, inputs=node.inputs[:2])]
+    if node.op != "BatchNormalization":
+        return [node]
+    kept = [(old, new) for old, new in zip(node.inputs[3:5] * 2, node.outputs[1:], strict=False) if new]
+    copies = [Node("Identity", "", node.version, (old,), (new,), {}, node.name) for old, new in kept]
+    return [replace(node, outputs=node.outputs[:1], attributes={**node.attributes, "training_mode": 0}), *copies]
 
 
 def _check_reached(gradients: Collection[str], train: str, chosen: Collection[str]) -> None:

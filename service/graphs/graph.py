@@ -16,7 +16,7 @@ import numpy as np
 from annotated_types import Ge, Lt
 
 from service.dtypes import INT32, INT64, NAMES, Array, Kind
-from service.errors import DtypeMismatch, InvalidGraph, MissingTensor, ShapeMismatch, shown
+from service.errors import DtypeMismatch, InvalidGraph, InvalidParameter, MissingTensor, ShapeMismatch, shown
 from service.graphs.exported import doubts_of
 from service.graphs.forward import training_of
 from service.graphs.model import DEFAULT_LIMITS, GraphLimits, Value, name_of, read
@@ -85,7 +85,8 @@ class Graph:
             "doubts": [*doubts],
         }
         self._operator = self._declared(f"A graph of {len(nodes)} nodes.", is_random=SEED in plan.inputs)
-        self.nbytes = sum(map(getsizeof, paced(_held(self))))
+        self._inference = Graph("inference", program.inference, nodes) if program.inference else None
+        self.nbytes = 0
         """The bytes of memory that the graph holds, when it has one plan."""
 
     @classmethod
@@ -96,7 +97,9 @@ class Graph:
         model = read(content, limits)
         program = program_of(model, train) if loss is None else training_of(model, loss, train)
         doubts = doubts_of(model, [one.name for one in program.parameters])
-        return cls("training" if program.gradients else "inference", program, model.nodes, doubts)
+        graph = cls("training" if program.gradients else "inference", program, model.nodes, doubts)
+        graph.nbytes = sum(map(getsizeof, paced(_held(graph))))
+        return graph
 
     @property
     def initial(self) -> Mapping[str, Array]:
@@ -115,6 +118,16 @@ class Graph:
         An input that all outputs need is required. With many outputs, only a run finds that an input is missing.
         """
         return replace(self._operator, name=name)
+
+    def inference(self, name: str) -> Operator:
+        """Return the graph as an operator without gradients, whose Dropout and BatchNormalization do not train.
+
+        Raises `InvalidParameter` for a file that has its gradients.
+        """
+        if self._inference is None and self.kind == "training":
+            problem = "The file itself has the gradients, so it has no other form: upload its eval_model.onnx"
+            raise InvalidParameter(problem, parameter="form")
+        return (self._inference or self).operator(name)
 
     def _declared(self, formula: str, *, is_random: bool) -> Operator:
         outputs = self._outputs[""] if len(self._outputs[""]) <= MAX_COMPARED else []

@@ -42,6 +42,8 @@ class Program:
     """What replaces each running mean and variance: itself, in inference."""
     initial: Mapping[str, Array] = field(default_factory=dict)
     """The values of parameters and statistics that the model has."""
+    inference: Program | None = None
+    """The same without gradients and without the training forms of nodes, if the server has added these."""
 
 
 def program_of(model: Model, train: str | None = None) -> Program:

@@ -47,6 +47,13 @@ def test_a_graph_is_put_shown_run_and_removed(call: Call, server: Client, model:
     from_buffers = call(server, *run, "--from", "parameters:m.p.*", "-o", made, "--json").json
     assert from_buffers == {"y": {"dtype": "float32", "shape": [1, 1]}}
     assert load_file(made)["y"].tolist() == [[2]]
+    save_file(
+        {"x": np.array([[1, 1]], np.float32), "target": np.array([[6]], np.float32)}, tmp_path / "test.safetensors"
+    )
+    evaluate = ["graphs", "run", "lin", tmp_path / "test.safetensors", "--evaluate"]
+    assert call(server, *evaluate, "lin", "--outputs", "y").out == "loss: float32 []\n0.\ny: float32 [1, 1]\n[[6.]]\n"
+    assert call(server, *evaluate, "lin", "--from", "parameters:m.p.*").out == "loss: float32 []\n16.\n"
+    assert "The run 'none' has not begun" in call(server, *evaluate, "none").err
     assert call(server, "graphs", "put", "lin", model).code == 4
     wrong = call(server, "graphs", "put", "other", model, "--loss", "CTCLoss")
     assert (wrong.code, "loss is 'CTCLoss'" in wrong.err) == (5, True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradserve_client import AsyncClient, Client, Conflict, KeyReused
+from gradserve_client import AsyncClient, Client, Conflict, KeyReused, NotFound
 from onnx import helper
 
 from tests.api.models import linear
@@ -169,3 +169,34 @@ def test_a_checkpoint_is_of_one_step(server: Any, tmp_path: Path, monkeypatch: p
     )
     with pytest.raises(Conflict, match="A step of 'run' is under way"):
         model.save(tmp_path / "torn")
+
+
+def test_a_run_is_evaluated_by_its_running_statistics(server: Any) -> None:
+    server.graphs.put("norm", normalized(), loss="MSELoss")
+    model, other = server.graphs["norm"].join("run", worker="a"), server.graphs["norm"].join("run")
+    given = {"x": np.array([[1, 2], [3, 4]], np.float32), "target": np.zeros((2, 2), np.float32)}
+    assert server.graphs["norm"].evaluate(given, outputs=["y"])["y"] == pytest.approx(given["x"], rel=1e-5)
+    with pytest.raises(NotFound, match=r"The run 'run' has not begun"):
+        other.evaluate(given)
+    model.forward_backward(given, weight=2)
+    model.optim_step(SGD, lr=0.25)
+    kept = {one.name: one.version for one in server.buffers.list()}
+    model.forward_backward(given, weight=2)
+    found = other.evaluate(given, outputs=["y"])
+    scale, bias = (model.parameters()[name] for name in ("scale", "bias"))
+    y = (given["x"] - [1, 1.5]) / np.sqrt(np.array([1, 1]) + 1e-5) * scale + bias
+    np.testing.assert_allclose(found["y"], y, rtol=1e-5)
+    np.testing.assert_allclose(found["loss"], (y**2).mean(), rtol=1e-5)
+    assert model.evaluate(given)["loss"] == found["loss"]
+    assert other.evaluate({**given, "parameters": {"scale": [0, 0], "bias": [0, 0]}}) == {"loss": 0}
+    assert kept.keys() == {one.name for one in server.buffers.list()}
+    assert server.buffers["run.loss"].info().count == 1
+    assert server.runs.info("run").members == ("a",)
+    server.runs.delete("run")
+
+
+def test_a_graph_without_a_loss_is_evaluated_as_it_runs(server: Any) -> None:
+    server.graphs.put("plain", linear())
+    assert {name: one.tolist() for name, one in server.graphs["plain"].evaluate({"x": [[1, 1]]}).items()} == {
+        "y": [[6]]
+    }

@@ -308,6 +308,28 @@ def test_inference_has_the_parameters_and_statistics_of_training() -> None:
     assert [one.name for one in Graph.read(content).operator("g").outputs] == ["y"]
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_inference_form_has_no_dropout_and_reads_the_statistics(trains: bool) -> None:
+    """Also of a model that was exported for training, whose new statistics are outputs."""
+    weights = {"s": numbers(3), "b": numbers(3), "mean": numbers(3), "var": numbers(3) ** 2}
+    weights |= {"half": np.array(0.5), "on": np.array(trains)}
+    more, mode = ("", {}) if not trains else (" m v", {"training_mode": 1})
+    nodes = [("BatchNormalization", "x s b mean var", f"h{more}", mode), ("Dropout", "h half on", "y kept")]
+    graph = Graph.read(model(nodes, weights, dict.fromkeys(["y", *more.split()])), loss="MSELoss")
+    x, target = numbers(4, 3), numbers(4, 3)
+    given = {"x": x, "target": target} | {f"statistics.{name}": numbers(3) ** 2 + 1 for name in ("mean", "var")}
+    mean, var = (given[f"statistics.{name}"] for name in ("mean", "var"))
+    expected = (x - mean) / np.sqrt(var + 1e-5) * weights["s"] + weights["b"]
+    got = graph.inference("g")(given, {})
+    assert_close(got["y"], expected, 1e-10)
+    assert_close(got["loss"], np.array(((expected - target) ** 2).mean()), 1e-10)
+    assert got.keys() == {"loss", "y", *more.split()}
+    assert not trains or (got["m"].tolist(), got["v"].tolist()) == (mean.tolist(), var.tolist())
+    trained = graph.operator("g")(given, {"seed": 1}, ["loss", "statistics"])
+    assert not np.allclose(trained["loss"], got["loss"])
+    assert not np.allclose(trained["statistics.mean"], mean)
+
+
 def test_constants_are_the_weights_of_a_model_without_initializers() -> None:
     constants = [("Constant", "", name, {"value": numpy_helper.from_array(one)}) for name, one in WEIGHTS.items()]
     assert [one.name for one in program(model([*constants, *LINEAR], {})).parameters] == ["w", "b"]

@@ -26,6 +26,7 @@ from gradserve_client.errors import (
     GradserveError,
     InvalidInput,
     KeyReused,
+    NotFound,
     NothingToAverage,
     StaleStep,
     StepGone,
@@ -127,8 +128,26 @@ class AsyncModel:
         buffers take their place, too: `{"parameters": server.buffers["exp1.p.*"]}`.
         """
         info = self._info or await self.info()
-        given = {} if self._run is None else self._run.sources(tensors)
+        given = {} if self._run is None else training.sources_of(self._prefix, info, tensors)
         return await self._runner.run(graphs.run(info, {**tensors, **given}, outputs, seed))
+
+    async def evaluate(self, tensors: Mapping[str, Input | Inputs], *, outputs: Sequence[str] = ()) -> dict[str, Array]:
+        """Return the loss of these tensors and some outputs, by name, with the run's parameters as they are now.
+
+        Dropout is off, and BatchNormalization takes the running statistics. One request: it counts nothing, changes
+        nothing, and joins no run. If the graph's own run, without `join`, has not begun, the parameters are the
+        model's own. Raises `NotFound` for another run that has not begun.
+        """
+        info = self._info or await self.info()
+        buffers = training.sources_of(self._prefix, info, tensors)
+        try:
+            return await self._runner.run(training.evaluation(info, tensors, buffers, outputs))
+        except NotFound as error:
+            if error.code != "unknown_buffer":
+                raise
+            if self._name != run_name(self.name):
+                raise explained(error, f"The run {self._name!r} has not begun: start() begins it") from None
+        return await self._runner.run(training.evaluation(info, tensors, {}, outputs))
 
     async def start(self, weights: Mapping[str, TensorLike] | str | Path | None = None) -> int:
         """Begin the run with these weights, or join it, and return the number of steps that are done.

@@ -95,6 +95,9 @@ def run(
         list[str] | None,
         typer.Option("--from", metavar="GROUP:PREFIX*", help="Take parameters from buffers, as parameters:m.p.*"),
     ] = None,
+    evaluate: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Compute the loss with the weights of this run, without Dropout.")
+    ] = None,
 ) -> None:
     """Run a graph. Without -o, print the outputs, and the corners of large ones."""
     session: Session = ctx.obj
@@ -102,7 +105,11 @@ def run(
     tensors = {**files.read_all(file), **buffers}
     wanted = None if outputs is None else outputs.split(",")
     with session.server() as server, files.writing(output) as write:
-        arrays = server.graphs[name].run(tensors, outputs=wanted)
+        graph = server.graphs[name]
+        if evaluate is None:
+            arrays = graph.run(tensors, outputs=wanted)
+        else:
+            arrays = graph.join(evaluate).evaluate(tensors, outputs=wanted or ())
         write(arrays)
     if session.as_json:
         print_json({one: tensor_json(array, data=output is None) for one, array in arrays.items()})

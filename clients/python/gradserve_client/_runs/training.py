@@ -67,7 +67,7 @@ class Run:
     ) -> Call[MicroBatch]:
         """Compute the loss and the gradients of a micro-batch, and add them to the sums of its step."""
         into = {"gradients": "g.*", "loss": "loss", **({"statistics": "t.*"} if self.info.statistics else {})}
-        inputs = {**calls.flat(tensors, graphs.GROUPS), **self.sources({})}
+        inputs = {**calls.flat(tensors, graphs.GROUPS), **sources_of(self.prefix, self.info)}
 
         def read(answer: Answer) -> MicroBatch:
             values, metadata = decode(answer.body)
@@ -112,11 +112,6 @@ class Run:
         """Whether statistics are a step ahead of the parameters: a step writes them first."""
         versions = {name.removeprefix(self.prefix)[:2]: receipt["version"] for name, (_, receipt) in values.items()}
         return bool(versions.get("s.", 0) > versions["p."])
-
-    def sources(self, tensors: Mapping[str, Any]) -> dict[str, BufferName]:
-        """Return the buffers of the parameters and statistics, of those groups that `tensors` does not have."""
-        given = {name.partition(".")[0] for name in tensors}
-        return {one: self._group(one) for one in graphs.GROUPS if one not in given and getattr(self.info, one)}
 
     def before_step(self, step: int, max_norm: float | None) -> list[Call[Any]]:
         """Return the requests that keep the mean of the statistics of a step, and its clipped gradients."""
@@ -193,6 +188,21 @@ class Run:
 def key(prefix: str, life: str, *what: object) -> str:
     """Return the idempotency key of a change of a run."""
     return hashlib.sha256("\n".join(map(str, (prefix, life, *what))).encode()).hexdigest()[:40]
+
+
+def sources_of(prefix: str, info: GraphInfo, tensors: Mapping[str, Any] = {}) -> dict[str, BufferName]:
+    """Return the buffers of a run's parameters and statistics, of those groups that `tensors` does not have."""
+    given = {name.partition(".")[0] for name in tensors}
+    groups = [one for one in graphs.GROUPS if one not in given and getattr(info, one)]
+    return {one: BufferName(f"{prefix}{STATE[one]}.*") for one in groups}
+
+
+def evaluation(
+    info: GraphInfo, tensors: Mapping[str, Any], buffers: Mapping[str, BufferName], outputs: Sequence[str]
+) -> Call[dict[str, Array]]:
+    """Compute the loss, if the graph has one, and these outputs, in inference form; without both, all outputs."""
+    wanted = dict.fromkeys([*(["loss"] if "loss" in info.outputs else []), *outputs])
+    return graphs.run(info, {**tensors, **buffers}, [*wanted] or None, form="inference")
 
 
 def summed(prefix: str, info: GraphInfo, rules: Mapping[str, Any] | None = None) -> dict[str, BufferSpec]:

@@ -64,10 +64,14 @@ def page(prefix: str, cursor: str) -> Call[tuple[list[GraphHead], str | None]]:
 
 
 def run(
-    info: GraphInfo, tensors: Mapping[str, Input | Inputs], outputs: Sequence[str] | None, seed: int | None
+    info: GraphInfo,
+    tensors: Mapping[str, Input | Inputs],
+    outputs: Sequence[str] | None,
+    seed: int | None = None,
+    form: str | None = None,
 ) -> Call[dict[str, Array]]:
     """Run a graph, and read its outputs."""
-    inputs, attributes = flat(tensors, GROUPS), {"seed": seed}
+    inputs, attributes = flat(tensors, GROUPS), {"seed": seed, "form": form}
     return running(path_of(info.name), inputs, dtypes(info), answers.values, attributes, outputs=outputs)
 
 
