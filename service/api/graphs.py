@@ -13,15 +13,15 @@ from typing_extensions import TypedDict
 
 from service.api.buffers.models import ListQuery, Receipt
 from service.api.buffers.openapi import DELETED, ETAG, MANY, ONE, READING, REPLAYED, UNCHANGED
-from service.api.buffers.preconditions import key_of, known_tag, refuse_headers
+from service.api.buffers.preconditions import key_of, refuse_headers
 from service.api.buffers.receipts import replayed
 from service.api.buffers.request import receive_no_body
 from service.api.buffers.specs import Life
+from service.api.graph_files import MEDIA_TYPES, VERSION_HEADERS, ModelQuery, file_of
 from service.api.http.answer import Answer, JsonAnswer
 from service.api.http.body import read_body
 from service.api.http.call import GRAPHS, Call, CurrentCall
 from service.api.http.negotiation import check_no_query, media_types
-from service.api.http.offload import INLINE_BYTES
 from service.api.http.routing import BYTES_CONTENT, SAFETENSORS_BODY, SAFETENSORS_CONTENT, access, answer_header, body
 from service.api.operators.job import BufferUse, uses_of
 from service.api.operators.planned import Planned, keep, kept, plan, planned
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from service.graphs.graph import Graph
 
 READ, WRITE = "ops", "graphs:write"
-
-MEDIA_TYPES = ("application/octet-stream", "application/onnx", "application/x-onnx")
-"""The media types of a model. OpenAPI shows the first: generators of clients know no others."""
 
 router = APIRouter(prefix="/v1/graphs", tags=["graphs"])
 
@@ -228,21 +225,19 @@ async def get_graph(call: CurrentCall, name: str) -> JsonAnswer[GraphInfo]:
     "/{name}/model",
     summary="Download a graph",
     dependencies=READING,
-    responses={200: {"description": "The model", "content": BYTES_CONTENT, "headers": ETAG}, **UNCHANGED},
+    responses={
+        200: {"description": "The model", "content": BYTES_CONTENT, "headers": ETAG | VERSION_HEADERS},
+        **UNCHANGED,
+    },
     response_class=Response,
 )
 @access(READ, label="graphs")
-async def get_model(call: CurrentCall, name: str) -> Answer:
-    """The bytes of the model as they were uploaded. Raises `unknown_graph`."""
-    stored = await call.look_up(1, call.store.graph, check_name(name))
-    fields = {"ETag": f'"{stored.digest}"'}
-    if known_tag(call, fields["ETag"]):
-        return Answer(status=304, fields=fields)
-    call.reserve(stored.nbytes)
-    content = await call.offload(
-        stored.nbytes <= INLINE_BYTES and not call.store.blocks, call.store.graph_content, stored
-    )
-    return Answer([content], MEDIA_TYPES[0], fields)
+async def get_model(call: CurrentCall, name: str, query: Annotated[ModelQuery, Query()]) -> Answer:
+    """The bytes of the model as they were uploaded, or with the values of buffers as its weights.
+
+    Raises `unknown_graph` and `unknown_buffer`.
+    """
+    return await file_of(call, name, query)
 
 
 @router.delete("/{name}", summary="Delete a graph", status_code=204, dependencies=MANY, responses=DELETED)

@@ -23,6 +23,7 @@ from service.graphs.model import DEFAULT_LIMITS, GraphLimits, Value, name_of, re
 from service.graphs.nodes import SEED
 from service.graphs.nodes.shapes import contiguous
 from service.graphs.plan import Node, Plan, paced
+from service.graphs.trained import overwrite
 from service.graphs.training import Program, program_of
 from service.kernels import OPERATORS, Attribute, Operator, Tensor, claim
 
@@ -105,8 +106,19 @@ class Graph:
     def initial(self) -> Mapping[str, Array]:
         """The tensors that the model has itself, by the name in a request, like `parameters.fc1.weight`."""
         given = self._program.initial
-        ports = [(group, port) for group in (PARAMETERS, STATISTICS) for port in self._inputs[group]]
-        return {f"{group}.{name}": given[value.name] for group, (name, value) in ports if value.name in given}
+        return {name: given[one.name] for name, one in self._weights().items() if one.name in given}
+
+    def _weights(self) -> dict[str, Value]:
+        return {f"{group}.{name}": value for group in (PARAMETERS, STATISTICS) for name, value in self._inputs[group]}
+
+    def overwrite(self, content: bytearray, values: Mapping[str, Array]) -> None:
+        """Write values over tensors in the graph's own file, by names like `parameters.fc1.weight`.
+
+        Raises `DtypeMismatch`, `ShapeMismatch` and what `overwrite` raises.
+        """
+        weights = self._weights()
+        pairs = [(weights[name], name, value) for name, value in values.items()]
+        overwrite(content, {one.name: _checked(name, one, value, is_input=False) for one, name, value in pairs})
 
     def signature(self) -> dict[str, Any]:
         """Return what the graph takes and gives, as JSON: a length or a shape that is open is null."""

@@ -23,11 +23,11 @@ OPSETS = range(13, 27)
 """The versions of ONNX's own operators that a model may import."""
 
 
-_FILE = numbered("2:producer 7:graph 8:opset_import 25:functions")
+FILE = numbered("2:producer 7:graph 8:opset_import 25:functions")
 _OPSET = numbered("1:domain 2:version")
 _FUNCTION = numbered("1:name 4:input 5:output 7:node 9:opset_import 10:domain 11:attribute")
-_GRAPH = numbered("1:node 5:initializer 11:input 12:output 15:sparse_initializer 16:metadata")
-_NODE = numbered("1:input 2:output 3:name 4:op_type 5:attribute 7:domain 9:metadata")
+GRAPH = numbered("1:node 5:initializer 11:input 12:output 15:sparse_initializer 16:metadata")
+NODE = numbered("1:input 2:output 3:name 4:op_type 5:attribute 7:domain 9:metadata")
 _VALUE = numbered("1:name 2:type")
 _TYPE = numbered("1:tensor")
 _TENSOR_TYPE = numbered("1:elem_type 2:shape")
@@ -105,10 +105,10 @@ def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
     ):
         raise InvalidGraph(f"the file is {kind}, and no ONNX model: {'; '.join(EXPORTS)}")
     budget = Budget()
-    file = Message(memoryview(content).cast("B"), _FILE, budget)
+    file = Message(memoryview(content).cast("B"), FILE, budget)
     if "graph" not in file:
         raise InvalidGraph("the file is no ONNX model, or it is damaged: it has no graph")
-    graph = file.messages("graph", _GRAPH)[-1]
+    graph = file.messages("graph", GRAPH)[-1]
     if "sparse_initializer" in graph:
         raise InvalidGraph("the model has sparse initializers, which cannot be read")
     if (count := len(graph.all("node"))) > limits.max_nodes:
@@ -166,7 +166,7 @@ def _function(message: Message, called: Collection[tuple[str, str]]) -> Function
 
 
 def _nodes(message: Message, opsets: Mapping[str, int], called: Collection[tuple[str, str]]) -> list[Node]:
-    return [made for one in message.messages("node", _NODE) for made in _made(one, opsets, called)]
+    return [made for one in message.messages("node", NODE) for made in _made(one, opsets, called)]
 
 
 def _made(message: Message, opsets: Mapping[str, int], called: Collection[tuple[str, str]]) -> list[Node]:
@@ -177,14 +177,14 @@ def _made(message: Message, opsets: Mapping[str, int], called: Collection[tuple[
         for name in ("then_branch", "else_branch") * ((node.domain, node.op) == ("", "If"))
         for one in message.messages("attribute", ATTRIBUTE)
         if one.text("name") == name
-        for graph in one.messages("g", _GRAPH)
+        for graph in one.messages("g", GRAPH)
         if len(graph.all("node")) <= MAX_BRANCH_NODES and "initializer" not in graph
     ]
     return chosen(node, [_branch(one, opsets, called) for one in graphs]) if len(graphs) == 2 else [node]
 
 
 def _branch(graph: Message, opsets: Mapping[str, int], called: Collection[tuple[str, str]]) -> Branch:
-    nodes = [_node(one, opsets, called) for one in graph.messages("node", _NODE)]
+    nodes = [_node(one, opsets, called) for one in graph.messages("node", NODE)]
     outputs = [one.text("name") for one in graph.messages("output", _VALUE)]
     return Branch([with_defaults(one) if one.op in VIEWS and not one.domain else one for one in nodes], outputs)
 

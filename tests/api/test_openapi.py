@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from openapi_spec_validator import validate
 
-from service.api.graphs import MEDIA_TYPES
+from service.api.graph_files import MEDIA_TYPES
 from service.kernels import OPERATORS
 from tests.serving import serving
 

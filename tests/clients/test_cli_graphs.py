@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gradserve_client import Client
+from onnx import load, numpy_helper
 from safetensors.numpy import load_file, save_file
 
 from tests.api.models import DOUBTS, doubtful, linear
@@ -54,6 +55,14 @@ def test_a_graph_is_put_shown_run_and_removed(call: Call, server: Client, model:
     assert call(server, *evaluate, "lin", "--outputs", "y").out == "loss: float32 []\n0.\ny: float32 [1, 1]\n[[6.]]\n"
     assert call(server, *evaluate, "lin", "--from", "parameters:m.p.*").out == "loss: float32 []\n16.\n"
     assert "The run 'none' has not begun" in call(server, *evaluate, "none").err
+    file = tmp_path / "again.onnx"
+    assert call(server, "graphs", "download", "lin", file).code == 0
+    assert file.read_bytes() == model.read_bytes()
+    assert call(server, "graphs", "download", "lin", file, "--parameters", "m.p.*", "--json").json["bytes"] == len(
+        linear()
+    )
+    assert numpy_helper.to_array(load(file).graph.initializer[0]).tolist() == [[0], [1]]
+    assert call(server, "graphs", "download", "lin", file, "--statistics", "m.p.*").code == 5
     assert call(server, "graphs", "put", "lin", model).code == 4
     wrong = call(server, "graphs", "put", "other", model, "--loss", "CTCLoss")
     assert (wrong.code, "loss is 'CTCLoss'" in wrong.err) == (5, True)

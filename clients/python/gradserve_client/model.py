@@ -221,7 +221,7 @@ class Model:
         key = training.key(self._prefix, self._life, "start")
         try:
             if own := training.own_groups(self._prefix, info, given):
-                content = self._runner.run(graphs.content(self.name))
+                content, _ = self._runner.run(graphs.content(self.name))
                 self._runner.run(graphs.put(self.name, content, info.options, own, None, self._life))
             if given:
                 self._buffers.accumulate(given, idempotency_key=key)
@@ -396,10 +396,44 @@ class Model:
                 time.sleep(SAVE_PAUSE)
                 values = self._runner.run(run.values(checkpoint.kept(self._prefix, found)))
             else:
-                raise Conflict(f"A step of {self._name!r} is under way: its statistics are written, its parameters not")
+                raise training.under_way(self._name)
             step, tensors = run.checkpoint(values)
             write(tensors)
         return step
+
+    def export(self, path: str | Path) -> int:
+        """Write the ONNX model with the run's parameters and statistics, and return the number of steps that they have.
+
+        ONNX Runtime computes from the file what `evaluate` does. It joins no run. Raises `NotFound` if the run has not
+        begun, and what `save` raises.
+
+        >>> model.start(), model.export("/dev/null")
+        (0, 0)
+        """
+        buffers = training.sources_of(self._prefix, self._info or self.info())
+        with files.writing(Path(path)) as write:
+            for _ in range(SAVE_LOOKS):
+                content, versions = self._runner.run(graphs.content(self.name, buffers))
+                if versions["parameters"] >= versions.get("statistics", 0):
+                    break
+                time.sleep(SAVE_PAUSE)
+            else:
+                raise training.under_way(self._name)
+            first = [one.name for one in self._buffers.list(f"{self._prefix}::first")]
+            before = self._buffers.value(first) if first else {}
+            write(content)
+        return sum(map(int, before.values())) + versions["parameters"] - 1
+
+    def download(self, *, parameters: str | None = None, statistics: str | None = None) -> bytes:
+        """Return the ONNX model as it was uploaded, or with the values of buffers, such as `"exp1.p.*"`.
+
+        >>> server.graphs["linear"].download() == content
+        True
+        """
+        given = {"parameters": parameters, "statistics": statistics}
+        buffers = {group: buffer for group, buffer in given.items() if buffer is not None}
+        file, _ = self._runner.run(graphs.content(self.name, buffers))
+        return file
 
     def _joined(self) -> training.Run:
         if self._run is None:

@@ -56,13 +56,13 @@ def read(call: Call, job: Job) -> tuple[dict[str, Array], dict[Use, str]]:
     snapshots = dict[Use, Snapshot]()
     for step in {use.step: None for use in uses}:
         chosen = [use for use in uses if use.step == step]
-        found = _snapshots(call, [use.buffer for use in chosen], step, 2 if job.buffers.mean else 1)
+        found = snapshots_of(call, [use.buffer for use in chosen], step, 2 if job.buffers.mean else 1)
         snapshots.update(zip(chosen, found, strict=True))
     states = {use: snapshots[use].state for use in uses}
     return {use.tensor: _value(snapshots.pop(use), job.buffers.mean) for use in uses}, states
 
 
-def _snapshots(call: Call, names: Sequence[str], step: int | None, copies: int) -> list[Snapshot]:
+def snapshots_of(call: Call, names: Sequence[str], step: int | None, copies: int) -> list[Snapshot]:
     """Read the buffers, in memory that is reserved for `copies` of them. The records of many take some, too."""
     if len(names) > INLINE_MEMBERS:
         call.reserve(RECEIPT_BYTES * len(names) + RECORD_FACTOR * call.store.record_bytes(names))

@@ -204,7 +204,7 @@ class AsyncModel:
         key = training.key(self._prefix, self._life, "start")
         try:
             if own := training.own_groups(self._prefix, info, given):
-                content = await self._runner.run(graphs.content(self.name))
+                content, _ = await self._runner.run(graphs.content(self.name))
                 await self._runner.run(graphs.put(self.name, content, info.options, own, None, self._life))
             if given:
                 await self._buffers.accumulate(given, idempotency_key=key)
@@ -365,10 +365,37 @@ class AsyncModel:
                 await anyio.sleep(SAVE_PAUSE)
                 values = await self._runner.run(run.values(checkpoint.kept(self._prefix, found)))
             else:
-                raise Conflict(f"A step of {self._name!r} is under way: its statistics are written, its parameters not")
+                raise training.under_way(self._name)
             step, tensors = run.checkpoint(values)
             write(tensors)
         return step
+
+    async def export(self, path: str | Path) -> int:
+        """Write the ONNX model with the run's parameters and statistics, and return the number of steps that they have.
+
+        ONNX Runtime computes from the file what `evaluate` does. It joins no run. Raises `NotFound` if the run has not
+        begun, and what `save` raises.
+        """
+        buffers = training.sources_of(self._prefix, self._info or await self.info())
+        with files.writing(Path(path)) as write:
+            for _ in range(SAVE_LOOKS):
+                content, versions = await self._runner.run(graphs.content(self.name, buffers))
+                if versions["parameters"] >= versions.get("statistics", 0):
+                    break
+                await anyio.sleep(SAVE_PAUSE)
+            else:
+                raise training.under_way(self._name)
+            first = [one.name for one in await self._buffers.list(f"{self._prefix}::first")]
+            before = await self._buffers.value(first) if first else {}
+            write(content)
+        return sum(map(int, before.values())) + versions["parameters"] - 1
+
+    async def download(self, *, parameters: str | None = None, statistics: str | None = None) -> bytes:
+        """Return the ONNX model as it was uploaded, or with the values of buffers, such as `"exp1.p.*"`."""
+        given = {"parameters": parameters, "statistics": statistics}
+        buffers = {group: buffer for group, buffer in given.items() if buffer is not None}
+        file, _ = await self._runner.run(graphs.content(self.name, buffers))
+        return file
 
     async def _joined(self) -> training.Run:
         if self._run is None:

@@ -72,6 +72,27 @@ def show(ctx: typer.Context, name: Name) -> None:
 
 
 @app.command()
+def download(
+    ctx: typer.Context,
+    name: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the ONNX model.")],
+    parameters: Annotated[
+        str | None, typer.Option(metavar="PREFIX*", help="With the parameters in these buffers, as m.p.*")
+    ] = None,
+    statistics: Annotated[
+        str | None, typer.Option(metavar="PREFIX*", help="With the running statistics in these buffers, as m.s.*")
+    ] = None,
+) -> None:
+    """Write the model as it was uploaded, or with other weights."""
+    session: Session = ctx.obj
+    with session.server() as server, files.writing(file) as write:
+        content = server.graphs[name].download(parameters=parameters, statistics=statistics)
+        write(content)
+    if session.as_json:
+        print_json({"name": name, "bytes": len(content)})
+
+
+@app.command()
 def rm(ctx: typer.Context, name: Name, key: Key = None) -> None:
     """Remove a graph. Buffers stay."""
     session: Session = ctx.obj

@@ -19,7 +19,7 @@ from gradserve_client._runs.optimizers import OPTIMIZERS, Optimizer
 from gradserve_client._runs.rules import FOLLOWS, canonical
 from gradserve_client._wire import answers, bulk, calls, graphs
 from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, decode
-from gradserve_client.errors import InvalidInput, NothingToAverage
+from gradserve_client.errors import Conflict, InvalidInput, NothingToAverage
 from gradserve_client.graph_models import GraphInfo, GraphTensor, MicroBatch, Step
 from gradserve_client.models import BufferInfo, BufferName, BufferSpec, Receipt
 
@@ -262,6 +262,11 @@ def own_groups(prefix: str, info: GraphInfo, given: Mapping[str, Array]) -> dict
 def no_weights(info: GraphInfo) -> InvalidInput:
     """Return the error of a run that begins without weights."""
     return InvalidInput(f"The model {info.name!r} has no weights of its own for all parameters: give start(weights)")
+
+
+def under_way(run: str) -> Conflict:
+    """Return the error of a step that has written statistics, and no parameters, for long."""
+    return Conflict(f"A step of {run!r} is under way: its statistics are written, its parameters not")
 
 
 def follow(prefix: str, rules: Mapping[str, Any], found: Mapping[str, BufferInfo]) -> None:

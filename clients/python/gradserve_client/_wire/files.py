@@ -20,7 +20,7 @@ from gradserve_client._wire.tensors import DTYPES, Array, as_array, decode, enco
 from gradserve_client.errors import InvalidInput
 from gradserve_client.rows import Gradient, Rows
 
-Write: TypeAlias = Callable[[Mapping[str, Array]], None]
+Write: TypeAlias = Callable[[Mapping[str, Array] | bytes], None]
 
 
 def read_all(path: Path) -> dict[str, Array]:
@@ -96,7 +96,7 @@ def is_npy(path: Path) -> bool:
 
 @contextmanager
 def writing(path: Path | None) -> Iterator[Write]:
-    """Return a function that writes the tensors to the file, or to none.
+    """Return a function that writes the tensors, or bytes, to the file, or to none.
 
     A file that cannot be written raises `OSError` now, before the tensors come. The old file stays until the new file
     is whole.
@@ -129,10 +129,12 @@ def _is_device(path: Path) -> bool:
     return False
 
 
-def _write(path: Path, part: Path, tensors: Mapping[str, Array]) -> None:
+def _write(path: Path, part: Path, tensors: Mapping[str, Array] | bytes) -> None:
     with _errors_name(path):
         with part.open("wb") as file:
-            if is_npy(path):
+            if isinstance(tensors, bytes):
+                file.write(tensors)
+            elif is_npy(path):
                 (array,) = tensors.values()
                 _write_npy(file, array)
             elif path.suffix == ".npz":

@@ -47,9 +47,14 @@ def info(name: str) -> Call[GraphInfo]:
     return Call("GET", path_of(name), _info, headers={"Accept": JSON})
 
 
-def content(name: str) -> Call[bytes]:
-    """Read the model."""
-    return Call("GET", f"{path_of(name)}/model", lambda answer: bytes(answer.body))
+def content(name: str, buffers: Mapping[str, Any] = {}) -> Call[tuple[bytes, dict[str, int]]]:
+    """Read the model, with the values of the buffers of these groups, and the least version of the buffers of each."""
+    query = {group: as_target(buffer) for group, buffer in buffers.items()}
+
+    def read(answer: Answer) -> tuple[bytes, dict[str, int]]:
+        return bytes(answer.body), {group: int(answer.headers[f"{group}-version"]) for group in buffers}
+
+    return Call("GET", f"{path_of(name)}/model", read, query=query)
 
 
 def page(prefix: str, cursor: str) -> Call[tuple[list[GraphHead], str | None]]:

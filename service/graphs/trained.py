@@ -1,0 +1,43 @@
+"""A model's file with other weights in it: their bytes take the place of the old ones, and all else stays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from service.dtypes import Array
+from service.errors import InvalidGraph, shown
+from service.graphs.model import FILE, GRAPH, NODE
+from service.graphs.protobuf import Budget, Message
+from service.graphs.tensors import ATTRIBUTE, TENSOR
+
+_NUMBERS = "raw_data", "float_data", "double_data", "floats"
+"""The fields of a tensor, or of a constant's attribute, that have floats as bytes."""
+
+
+def overwrite(content: bytearray, values: Mapping[str, Array]) -> None:
+    """Write these values over the initializers and constants of their names in a file that `read` has read.
+
+    The values have the dtypes and shapes of the tensors. Raises `InvalidGraph` for a tensor that the file has not, or
+    not as bytes.
+    """
+    graph = Message(memoryview(content), FILE, Budget()).messages("graph", GRAPH)[-1]
+    tensors = {one.text("name"): one for one in graph.messages("initializer", TENSOR)}
+    for node in graph.messages("node", NODE) if values.keys() - tensors.keys() else ():
+        if node.text("op_type") == "Constant":
+            (attribute,) = node.messages("attribute", ATTRIBUTE)
+            tensors[node.text("output")] = (*attribute.messages("t", TENSOR), attribute)[0]
+    for name, value in values.items():
+        if name not in tensors:
+            problem = f"the file has no weight {shown(name)}: it is an input of the model, or a constant of a function"
+            raise InvalidGraph(problem)
+        _overwrite(name, tensors[name], value)
+
+
+def _overwrite(name: str, tensor: Message, value: Array) -> None:
+    data, places = value.reshape(-1).view(np.uint8).data, tensor.all(next(filter(tensor.__contains__, _NUMBERS), ""))
+    if sum(map(len, places)) != len(data):
+        raise InvalidGraph(f"the weight {shown(name)} is no bytes in the file: save the model with raw_data")
+    for place in places:
+        place[:], data = data[: len(place)], data[len(place) :]

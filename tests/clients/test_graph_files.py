@@ -1,0 +1,110 @@
+"""The files of graphs through the client: written with the weights of a run, and read with the files beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gradserve_client import Conflict, NotFound
+
+from tests.api.models import linear
+from tests.clients.both import connected
+from tests.clients.conftest import delete_all
+from tests.clients.graph_worker import batch
+from tests.clients.test_graph_steps import normalized
+from tests.serving import serving
+
+SGD = "SGDOptimizerV2"
+
+
+@pytest.fixture(scope="module")
+def address() -> Any:
+    with serving() as url:
+        yield url
+
+
+@pytest.fixture
+def server(address: str, kind: str) -> Any:
+    """A client of a server without buffers, runs and graphs."""
+    with connected(kind, address, timeout=20) as client:
+        delete_all(client)
+        for graph in client.graphs.list():
+            client.graphs[graph.name].delete()
+        for run in client.runs.list():
+            client.runs.delete(run.name)
+        yield client
+
+
+def convolutional() -> bytes:
+    """Return a model of PyTorch's with Dropout, running statistics, and a loss over four classes."""
+    torch = pytest.importorskip("torch")
+    import io
+    import warnings
+
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 3, 3),
+        torch.nn.BatchNorm2d(3),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Dropout(0.5),
+        torch.nn.Linear(3 * 16, 4),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        names: Any = {"input_names": ["x"], "output_names": ["output"], "dynamic_axes": {"x": {0: "n"}}}
+        names |= {"training": torch.onnx.TrainingMode.PRESERVE, "do_constant_folding": False}
+        torch.onnx.export(net.eval(), torch.zeros(2, 2, 6, 6), file := io.BytesIO(), dynamo=False, **names)
+    return file.getvalue()
+
+
+def test_onnx_runtime_computes_what_a_trained_run_does(server: Any, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    torch, path = pytest.importorskip("torch"), tmp_path / "trained.onnx"
+    torch.manual_seed(0)
+    server.graphs.put("conv", content := convolutional(), loss="SoftmaxCrossEntropyLoss")
+    model, draw = server.graphs["conv"].join("run"), np.random.default_rng(0)
+    with pytest.raises(NotFound):
+        model.export(path)
+    assert not path.exists()
+    for step in range(4):
+        x = draw.normal(1, 2, (8, 2, 6, 6)).astype(np.float32)
+        model.forward_backward({"x": x, "labels": draw.integers(0, 4, 8)}, weight=8)
+        model.optim_step(lr=0.05)
+        assert server.graphs["conv"].join("run").export(path) == step + 1
+    expected = model.evaluate({"x": x, "labels": draw.integers(0, 4, 8)}, outputs=["output"])["output"]
+    before, after = (runtime.InferenceSession(one).run(["output"], {"x": x})[0] for one in (content, str(path)))
+    np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(before - expected).max() > 0.1
+
+
+def test_an_exported_run_counts_the_steps_of_its_checkpoint(server: Any, tmp_path: Path) -> None:
+    server.graphs.put("lin", linear(), loss="MSELoss")
+    model = server.graphs["lin"]
+    for step in range(2):
+        model.forward_backward(batch(step, 0))
+        model.optim_step(SGD, lr=0.1)
+    assert model.save(tmp_path / "lin.safetensors") == model.export(tmp_path / "lin.onnx") == 2
+    other = server.graphs["lin"].join("resumed")
+    other.start(tmp_path / "lin.safetensors")
+    assert other.export(tmp_path / "again.onnx") == 2
+    assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "lin.onnx").read_bytes() != linear()
+    assert server.graphs["lin"].download(parameters="lin.p.*") == (tmp_path / "lin.onnx").read_bytes()
+    assert server.graphs["lin"].download() == linear()
+
+
+def test_an_exported_run_is_of_one_step(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a step has written its statistics, and not yet its parameters."""
+    monkeypatch.setattr("gradserve_client.model.SAVE_PAUSE", 0.01)
+    monkeypatch.setattr("gradserve_client._async.model.SAVE_PAUSE", 0.01)
+    server.graphs.put("norm", normalized(), loss="MSELoss")
+    model = server.graphs["norm"].join("run")
+    given = {"x": np.ones((4, 2), np.float32), "target": np.zeros((4, 2), np.float32)}
+    model.forward_backward(given, weight=4)
+    model.optim_step(SGD, lr=0.1)
+    mean = server.buffers["run.s.mean"].value()
+    server.buffers.set({"mean": mean, "var": mean + 1}, prefix="run.s.")
+    with pytest.raises(Conflict, match="A step of 'run' is under way"):
+        model.export(tmp_path / "torn")
+    assert [*tmp_path.iterdir()] == []
