@@ -36,7 +36,10 @@ _KINDS = numbered("1:f 2:i 3:s 4:t 6:floats 7:ints 8:strings")
 def array_of(message: Message, label: str) -> Array:
     """Return a tensor that the file has, which nobody can write to."""
     if "external_data" in message or message.int("data_location"):
-        raise InvalidGraph(f"{label} has its data in another file: save the model in one file")
+        problem = f"{label} has its data in another file: save the model in one file, onnx.save(onnx.load(path), path)"
+        raise InvalidGraph(
+            f"{problem}, or put(name, path) with gradserve-client[onnx], which reads the files beside it"
+        )
     shape, dtype = tuple(message.ints("dims").tolist()), dtype_of(message.int("data_type"))
     if len(shape) > MAX_RANK:
         raise InvalidGraph(f"{label} has {len(shape)} dimensions; the limit is {MAX_RANK}", limit=MAX_RANK)

@@ -25,9 +25,8 @@ def overwrite(content: bytearray, values: Mapping[str, Array]) -> None:
     graph = Message(memoryview(content), FILE, Budget()).messages("graph", GRAPH)[-1]
     tensors = {one.text("name"): one for one in graph.messages("initializer", TENSOR)}
     for node in graph.messages("node", NODE) if values.keys() - tensors.keys() else ():
-        if node.text("op_type") == "Constant":
-            (attribute,) = node.messages("attribute", ATTRIBUTE)
-            tensors[node.text("output")] = (*attribute.messages("t", TENSOR), attribute)[0]
+        for attribute in node.messages("attribute", ATTRIBUTE) if node.text("op_type") == "Constant" else ():
+            tensors[node.text("output")] = (attribute, *attribute.messages("t", TENSOR))[-1]
     for name, value in values.items():
         if name not in tensors:
             problem = f"the file has no weight {shown(name)}: it is an input of the model, or a constant of a function"

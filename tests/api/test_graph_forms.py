@@ -192,3 +192,16 @@ def test_a_trained_file_needs_the_scope_of_buffers(tmp_path: Path) -> None:
         assert client.get("/v1/graphs/g/model").content == linear()
         answer = client.get("/v1/graphs/g/model?parameters=m.*")
         assert assert_problem(answer, 403, "forbidden")["scope"] == "buffers:read"
+
+
+def test_the_memory_of_a_trained_file_is_reserved() -> None:
+    """The file, its copy, and the values of the buffers."""
+    weights = {f"w{number}": np.ones(1 << 18, np.float32) for number in range(6)}
+    content = model(helper.make_node("Sum", [*weights], ["y"]), outputs=["y"], **weights)
+    with serving(max_bytes_in_flight=16 << 20, max_tensor_bytes=1 << 20) as url, httpx.Client(base_url=url) as client:
+        put(client, content)
+        specs = {f"m.{name}": {"shape": [1 << 18], "dtype": "float32"} for name in weights}
+        client.post("/v1/buffers/create", json={"buffers": specs}).raise_for_status()
+        assert client.get("/v1/graphs/g/model").content == content
+        answer = client.get("/v1/graphs/g/model?parameters=m.*")
+        assert_problem(answer, 413, "tensor_too_large", "GRADSERVE_MAX_BYTES_IN_FLIGHT")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
-from gradserve_client import Conflict, NotFound
+from gradserve_client import Conflict, InvalidInput, NotFound
+from gradserve_client._wire.onnx_files import read_model
 
 from tests.api.models import linear
 from tests.clients.both import connected
@@ -108,3 +111,48 @@ def test_an_exported_run_is_of_one_step(server: Any, tmp_path: Path, monkeypatch
     with pytest.raises(Conflict, match="A step of 'run' is under way"):
         model.export(tmp_path / "torn")
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of y = x w + b whose weights are in the file `weights` beside it."""
+    path = tmp_path / "model.onnx"
+    where: Any = {"save_as_external_data": True, "location": "weights", "size_threshold": 0}
+    onnx.save(onnx.load_from_string(linear()), path, **where)
+    return path
+
+
+def test_weights_in_a_file_beside_the_model_are_sent_with_it(server: Any, model: Path) -> None:
+    info = server.graphs.put("beside", str(model), loss="MSELoss")
+    assert [*info.parameters] == ["w", "b"]
+    assert server.graphs["beside"].run({"x": [[1, 10]]}, outputs=["y"])["y"].tolist() == [[33]]
+    assert b"weights" not in server.graphs["beside"].download()
+
+
+def test_weights_that_are_not_beside_the_model_are_refused_before_anything_is_sent(server: Any, model: Path) -> None:
+    weights = model.parent / "weights"
+    weights.rename(model.parent / "other")
+    with pytest.raises(InvalidInput, match=r"model.onnx has weights in other files, which cannot be read: .*weights"):
+        server.graphs.put("beside", model)
+    outside = model.parent / "folder" / "model.onnx"
+    outside.parent.mkdir()
+    outside.write_bytes(model.read_bytes().replace(b"weights", b"../othr"))
+    weights.with_name("other").rename(weights.with_name("othr"))
+    with pytest.raises(InvalidInput, match=r"which cannot be read: .*\.\./othr"):
+        server.graphs.put("beside", outside)
+    proto = onnx.load(model, load_external_data=False)
+    for tensor in proto.graph.initializer:
+        next(entry for entry in tensor.external_data if entry.key == "length").value = str(1 << 30)
+    model.write_bytes(proto.SerializeToString())
+    with pytest.raises(InvalidInput, match=r"has 21\d{8} bytes with the files beside it, .* fewer than 2147483648"):
+        server.graphs.put("beside", model)
+    assert server.graphs.list() == []
+
+
+def test_without_the_package_the_server_says_how(server: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "onnx", None)
+        content = read_model(model)
+    assert content == model.read_bytes()
+    with pytest.raises(InvalidInput, match=r"'w' has its data in another file: .*onnx\.save.*gradserve-client\[onnx"):
+        server.graphs.put("beside", content)

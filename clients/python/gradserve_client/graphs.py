@@ -8,6 +8,7 @@ from pathlib import Path
 from gradserve_client._http.log import logger
 from gradserve_client._http.runner import Runner
 from gradserve_client._wire import graphs
+from gradserve_client._wire.onnx_files import read_model
 from gradserve_client.errors import InvalidInput
 from gradserve_client.graph_models import GraphHead, GraphInfo
 from gradserve_client.model import Model
@@ -61,6 +62,7 @@ class Graphs:
 
         If an exporter seems to have changed the parameters, the log warns with the result's `doubts`; `strict` refuses
         such a model.
+        If the model has weights in files beside it, the package onnx reads them: gradserve-client[onnx].
 
         Raises `InvalidInput` for a model that the server cannot run, and `Conflict` if another model has the name.
 
@@ -69,7 +71,7 @@ class Graphs:
         ('training', ['x', 'target'], ['w', 'b'])
         """
         one_server(self._runner)
-        content = model if isinstance(model, bytes) else Path(model).read_bytes()
+        content = model if isinstance(model, bytes) else read_model(Path(model))
         options = {"loss": loss, "train": train, "strict": "true" if strict else None}
         info = self._runner.run(graphs.put(name, content, options, set or {}, idempotency_key))
         for doubt in info.doubts:

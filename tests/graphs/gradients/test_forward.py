@@ -308,6 +308,12 @@ def test_inference_has_the_parameters_and_statistics_of_training() -> None:
     assert [one.name for one in Graph.read(content).operator("g").outputs] == ["y"]
 
 
+def test_the_inference_form_has_the_same_weights_in_memory() -> None:
+    weights = {"w": numbers(1000, 1000), "b": numbers(1000)}
+    content = model([("Gemm", "x w b", "y")], weights, {"y": [None, 1000]})
+    assert Graph.read(content, loss="MSELoss").nbytes < 1.1 * len(content)
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_the_inference_form_has_no_dropout_and_reads_the_statistics(trains: bool) -> None:
     """Also of a model that was exported for training, whose new statistics are outputs."""

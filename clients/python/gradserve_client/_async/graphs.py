@@ -10,6 +10,7 @@ from gradserve_client._async.model import AsyncModel
 from gradserve_client._async.runner import AsyncRunner
 from gradserve_client._http.log import logger
 from gradserve_client._wire import graphs
+from gradserve_client._wire.onnx_files import read_model
 from gradserve_client.errors import InvalidInput
 from gradserve_client.graph_models import GraphHead, GraphInfo
 
@@ -58,11 +59,12 @@ class AsyncGraphs:
 
         If an exporter seems to have changed the parameters, the log warns with the result's `doubts`; `strict` refuses
         such a model.
+        If the model has weights in files beside it, the package onnx reads them: gradserve-client[onnx].
 
         Raises `InvalidInput` for a model that the server cannot run, and `Conflict` if another model has the name.
         """
         one_server(self._runner)
-        content = model if isinstance(model, bytes) else Path(model).read_bytes()
+        content = model if isinstance(model, bytes) else read_model(Path(model))
         options = {"loss": loss, "train": train, "strict": "true" if strict else None}
         info = await self._runner.run(graphs.put(name, content, options, set or {}, idempotency_key))
         for doubt in info.doubts:
