@@ -21,13 +21,9 @@ from service.kernels import Workspace, workspace
 MEDIA_TYPES = ("application/octet-stream", "application/onnx", "application/x-onnx")
 """The media types of a model. OpenAPI shows the first: generators of clients know no others."""
 
-VERSIONS = {"parameters": "Parameters-Version", "statistics": "Statistics-Version"}
-"""The headers with the number of changes of each group's buffers, the least of them."""
-
 VERSION_HEADERS = {
-    name: one
-    for group, header in VERSIONS.items()
-    for name, one in answer_header(header, f"With `{group}`: the number of changes of its buffers, the least.").items()
+    **answer_header("Parameters-Version", "With `parameters`: the number of changes of its buffers, the least."),
+    **answer_header("Statistics-Version", "With `statistics`: the same."),
 }
 
 
@@ -47,23 +43,20 @@ async def file_of(call: Call, name: str, query: ModelQuery) -> Answer:
 
     The buffers are read at one moment. Their names begin with a prefix, and end with the name of a weight.
     """
-    call.graph = name
-    prefixes = {group: _prefix(group, text) for group, text in query if text is not None}
-    if prefixes:
+    call.graph, content = name, None
+    if prefixes := {group: _prefix(group, text) for group, text in query if text is not None}:
         call.caller.require("buffers:read")
         found = await planned(call, name)
         content, fields = await call.offload(False, _trained, call, found, prefixes)
-        return Answer(status=304, fields=fields) if known_tag(call, fields["ETag"]) else _answer(content, fields)
-    stored = await call.look_up(1, call.store.graph, check_name(name))
-    fields = {"ETag": f'"{stored.digest}"'}
+    else:
+        stored = await call.look_up(1, call.store.graph, check_name(name))
+        fields = {"ETag": f'"{stored.digest}"'}
     if known_tag(call, fields["ETag"]):
         return Answer(status=304, fields=fields)
-    call.reserve(stored.nbytes)
-    at_once = stored.nbytes <= INLINE_BYTES and not call.store.blocks
-    return _answer(await call.offload(at_once, call.store.graph_content, stored), fields)
-
-
-def _answer(content: memoryview, fields: Mapping[str, str]) -> Answer:
+    if content is None:
+        call.reserve(stored.nbytes)
+        at_once = stored.nbytes <= INLINE_BYTES and not call.store.blocks
+        content = await call.offload(at_once, call.store.graph_content, stored)
     return Answer([content], MEDIA_TYPES[0], fields)
 
 
@@ -90,5 +83,5 @@ def _trained(call: Call, planned: Planned, prefixes: Mapping[str, str]) -> tuple
     fields = {"ETag": f'"{digest_of(file)}"'}
     for group in prefixes:
         versions = [one.record.version for name, one in found.items() if name.startswith(f"{group}.")]
-        fields[VERSIONS[group]] = str(min(versions))
+        fields[f"{group.title()}-Version"] = str(min(versions))
     return file, fields

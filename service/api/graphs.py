@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -33,7 +32,6 @@ from service.buffers.graphs import StoredGraph
 from service.buffers.names import check_length, check_name
 from service.buffers.record import Key
 from service.errors import Invalid, InvalidGraph, InvalidParameter, UnsupportedMediaType, shown
-from service.kernels import Operator
 
 if TYPE_CHECKING:
     from service.graphs.graph import Graph
@@ -266,21 +264,8 @@ async def run_graph(call: CurrentCall, name: str, query: Annotated[GraphQuery, Q
     call.graph = name
     types, content = media_types(call), await read_body(call)
     found = await planned(call, name)
-    operator = found.operator if query.form == "training" else _inference(found, [*query.into, *query.sets])
+    operator = found.operator if query.form == "training" else found.graph.inference(name)
     return await answer_body(call, operator, query, types, content)
-
-
-def _inference(planned: Planned, targets: Sequence[str]) -> Operator:
-    """Return the graph in inference form. Raises `InvalidParameter` for targets that it has not."""
-    for text in targets:
-        if planned.graph.kind == "training" and _TRAINED.match(text):
-            problem = f"form=inference gives no gradients and no new statistics, but {shown(text)} names some"
-            raise InvalidParameter(problem, parameter="form")
-    return planned.graph.inference(planned.stored.name)
-
-
-_TRAINED = re.compile("(gradients|statistics)[.:]")
-"""How the targets of a training graph begin."""
 
 
 def _head(stored: StoredGraph) -> GraphHead:

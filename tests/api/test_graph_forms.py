@@ -68,7 +68,7 @@ def test_what_the_inference_form_lacks_is_refused_in_words(client: httpx.Client,
     put(client, normalized(), loss="MSELoss")
     parameter = "into" if target.startswith("g") else "set"
     wrong = evaluated(client, X, **{parameter: target})
-    assert_problem(wrong, 422, "invalid_parameter", "form=inference gives no gradients and no new statistics", target)
+    assert_problem(wrong, 422, "invalid_parameter", target, "must be one of loss, y, followed by a colon")
     assert_problem(evaluated(client, X, outputs="gradients"), 422, "invalid_parameter", "must name some of loss,y")
     assert_problem(evaluated(client, X, form="evaluation"), 422, "invalid_parameter", "form", "inference")
 

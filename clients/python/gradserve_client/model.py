@@ -153,15 +153,16 @@ class Model:
         {'loss': array(1., dtype=float32), 'y': array([[9.]], dtype=float32)}
         """
         info = self._info or self.info()
-        buffers = training.sources_of(self._prefix, info, tensors)
+        wanted = [*dict.fromkeys([*(["loss"] if "loss" in info.outputs else []), *outputs])] or None
+        given = {**tensors, **training.sources_of(self._prefix, info, tensors)}
         try:
-            return self._runner.run(training.evaluation(info, tensors, buffers, outputs))
+            return self._runner.run(graphs.run(info, given, wanted, form="inference"))
         except NotFound as error:
             if error.code != "unknown_buffer":
                 raise
             if self._name != run_name(self.name):
                 raise explained(error, f"The run {self._name!r} has not begun: start() begins it") from None
-        return self._runner.run(training.evaluation(info, tensors, {}, outputs))
+        return self._runner.run(graphs.run(info, tensors, wanted, form="inference"))
 
     def start(self, weights: Mapping[str, TensorLike] | str | Path | None = None) -> int:
         """Begin the run with these weights, or join it, and return the number of steps that are done.

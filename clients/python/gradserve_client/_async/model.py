@@ -139,15 +139,16 @@ class AsyncModel:
         model's own. Raises `NotFound` for another run that has not begun.
         """
         info = self._info or await self.info()
-        buffers = training.sources_of(self._prefix, info, tensors)
+        wanted = [*dict.fromkeys([*(["loss"] if "loss" in info.outputs else []), *outputs])] or None
+        given = {**tensors, **training.sources_of(self._prefix, info, tensors)}
         try:
-            return await self._runner.run(training.evaluation(info, tensors, buffers, outputs))
+            return await self._runner.run(graphs.run(info, given, wanted, form="inference"))
         except NotFound as error:
             if error.code != "unknown_buffer":
                 raise
             if self._name != run_name(self.name):
                 raise explained(error, f"The run {self._name!r} has not begun: start() begins it") from None
-        return await self._runner.run(training.evaluation(info, tensors, {}, outputs))
+        return await self._runner.run(graphs.run(info, tensors, wanted, form="inference"))
 
     async def start(self, weights: Mapping[str, TensorLike] | str | Path | None = None) -> int:
         """Begin the run with these weights, or join it, and return the number of steps that are done.

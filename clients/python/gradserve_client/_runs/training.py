@@ -197,14 +197,6 @@ def sources_of(prefix: str, info: GraphInfo, tensors: Mapping[str, Any] = {}) ->
     return {one: BufferName(f"{prefix}{STATE[one]}.*") for one in groups}
 
 
-def evaluation(
-    info: GraphInfo, tensors: Mapping[str, Any], buffers: Mapping[str, BufferName], outputs: Sequence[str]
-) -> Call[dict[str, Array]]:
-    """Compute the loss, if the graph has one, and these outputs, in inference form; without both, all outputs."""
-    wanted = dict.fromkeys([*(["loss"] if "loss" in info.outputs else []), *outputs])
-    return graphs.run(info, {**tensors, **buffers}, [*wanted] or None, form="inference")
-
-
 def summed(prefix: str, info: GraphInfo, rules: Mapping[str, Any] | None = None) -> dict[str, BufferSpec]:
     """Return the buffers that sum what a step takes: gradients, new statistics, and the loss."""
     spec: Any = partial(BufferSpec, **(rules or {}))
