@@ -16,6 +16,7 @@ from service.graphs.nodes import NODES
 from service.graphs.nodes.table import dtype_of
 from service.graphs.plan import Node, paced
 from service.graphs.protobuf import Budget, Message, numbered
+from service.graphs.strangers import WAYS, check_kind
 from service.graphs.tensors import ATTRIBUTE, TENSOR, array_of, attribute_of, kind_of, with_defaults
 from service.graphs.unrolled import MAX_BRANCH_NODES, SEQUENCES, VIEWS, Branch, chosen, unrolled
 
@@ -23,11 +24,11 @@ OPSETS = range(13, 27)
 """The versions of ONNX's own operators that a model may import."""
 
 
-FILE = numbered("2:producer 7:graph 8:opset_import 25:functions")
+_FILE = numbered("2:producer 7:graph 8:opset_import 25:functions")
 _OPSET = numbered("1:domain 2:version")
 _FUNCTION = numbered("1:name 4:input 5:output 7:node 9:opset_import 10:domain 11:attribute")
-GRAPH = numbered("1:node 5:initializer 11:input 12:output 15:sparse_initializer 16:metadata")
-NODE = numbered("1:input 2:output 3:name 4:op_type 5:attribute 7:domain 9:metadata")
+_GRAPH = numbered("1:node 5:initializer 11:input 12:output 15:sparse_initializer 16:metadata")
+_NODE = numbered("1:input 2:output 3:name 4:op_type 5:attribute 7:domain 9:metadata")
 _VALUE = numbered("1:name 2:type")
 _TYPE = numbered("1:tensor")
 _TENSOR_TYPE = numbered("1:elem_type 2:shape")
@@ -45,27 +46,27 @@ class GraphLimits:
 
 DEFAULT_LIMITS = GraphLimits()
 
-FORMATS = {
-    (0, b"PK\x03\x04"): "a zip, as PyTorch's .pt and Keras's .keras are",
-    (0, b"\x80\x02"): "a pickle, as old .pt files of PyTorch are",
-    (0, b"\x89HDF\r\n\x1a\n"): "HDF5, as Keras's .h5 are",
-    (4, b"TFL3"): "a .tflite of TensorFlow",
-    (8, b'{"'): "a .safetensors, which has weights alone",
-}
-"""What other files begin with, by the place of the mark."""
+_FILE = numbered("2:producer 7:graph 8:opset_import 25:functions")
+_OPSET = numbered("1:domain 2:version")
+_FUNCTION = numbered("1:name 4:input 5:output 7:node 9:opset_import 10:domain 11:attribute")
+_GRAPH = numbered("1:node 5:initializer 11:input 12:output 15:sparse_initializer 16:metadata")
+_NODE = numbered("1:input 2:output 3:name 4:op_type 5:attribute 7:domain 9:metadata")
+_VALUE = numbered("1:name 2:type")
+_TYPE = numbered("1:tensor")
+_TENSOR_TYPE = numbered("1:elem_type 2:shape")
+_SHAPE = numbered("1:dim")
+_DIMENSION = numbered("1:dim_value")
 
-EXPORTS = (
-    "PyTorch makes one with torch.onnx.export(net, args, path, dynamo=True, optimize=False)",
-    "Keras and TensorFlow with tf2onnx",
-)
 
-HINTS = {
-    "If": "a branch is served if both sides are views of one tensor: export with dynamo=True, optimize=False",
-    "Loop": "unroll a loop; nn.EmbeddingBag is one: use nn.Embedding, and the sum or mean of its result",
-    "Scan": "unroll a scan",
-    "SequenceAt": "a sequence must have parts and places that are constants",
-}
-"""What a person can do about an operator that is not served."""
+@dataclass(frozen=True)
+class GraphLimits:
+    """The most nodes of a graph, and the most bytes of its initializers."""
+
+    max_nodes: int = 20_000
+    max_bytes: int = 1 << 31
+
+
+DEFAULT_LIMITS = GraphLimits()
 
 
 class Value(NamedTuple):
@@ -100,15 +101,12 @@ class Model:
 
 def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
     """Return the model in a file's bytes. Raises `InvalidGraph`, which lists all operators that are not served."""
-    if kind := next(
-        (kind for (at, mark), kind in FORMATS.items() if bytes(content[at : at + len(mark)]) == mark), None
-    ):
-        raise InvalidGraph(f"the file is {kind}, and no ONNX model: {'; '.join(EXPORTS)}")
+    check_kind(content)
     budget = Budget()
-    file = Message(memoryview(content).cast("B"), FILE, budget)
+    file = Message(memoryview(content).cast("B"), _FILE, budget)
     if "graph" not in file:
         raise InvalidGraph("the file is no ONNX model, or it is damaged: it has no graph")
-    graph = file.messages("graph", GRAPH)[-1]
+    graph = file.messages("graph", _GRAPH)[-1]
     if "sparse_initializer" in graph:
         raise InvalidGraph("the model has sparse initializers, which cannot be read")
     if (count := len(graph.all("node"))) > limits.max_nodes:
@@ -166,7 +164,7 @@ def _function(message: Message, called: Collection[tuple[str, str]]) -> Function
 
 
 def _nodes(message: Message, opsets: Mapping[str, int], called: Collection[tuple[str, str]]) -> list[Node]:
-    return [made for one in message.messages("node", NODE) for made in _made(one, opsets, called)]
+    return [made for one in message.messages("node", _NODE) for made in _made(one, opsets, called)]
 
 
 def _made(message: Message, opsets: Mapping[str, int], called: Collection[tuple[str, str]]) -> list[Node]:
@@ -177,14 +175,14 @@ def _made(message: Message, opsets: Mapping[str, int], called: Collection[tuple[
         for name in ("then_branch", "else_branch") * ((node.domain, node.op) == ("", "If"))
         for one in message.messages("attribute", ATTRIBUTE)
         if one.text("name") == name
-        for graph in one.messages("g", GRAPH)
+        for graph in one.messages("g", _GRAPH)
         if len(graph.all("node")) <= MAX_BRANCH_NODES and "initializer" not in graph
     ]
     return chosen(node, [_branch(one, opsets, called) for one in graphs]) if len(graphs) == 2 else [node]
 
 
 def _branch(graph: Message, opsets: Mapping[str, int], called: Collection[tuple[str, str]]) -> Branch:
-    nodes = [_node(one, opsets, called) for one in graph.messages("node", NODE)]
+    nodes = [_node(one, opsets, called) for one in graph.messages("node", _NODE)]
     outputs = [one.text("name") for one in graph.messages("output", _VALUE)]
     return Branch([with_defaults(one) if one.op in VIEWS and not one.domain else one for one in nodes], outputs)
 
@@ -259,7 +257,7 @@ def _check_served(nodes: Iterable[Node]) -> None:
     """Raise `InvalidGraph` with all operators that are not in `NODES`."""
     if keys := {(node.domain, node.op) for node in nodes if not _is_served(node.domain, node.op)}:
         listed = ", ".join(f"{domain}.{op}" if domain else op for domain, op in sorted(keys))
-        ways = "".join(f". {op}: {way}" for op, way in HINTS.items() if ("", op) in keys)
+        ways = "".join(f". {op}: {way}" for op, way in WAYS.items() if ("", op) in keys)
         raise InvalidGraph(f"the model has operators that are not served: {listed}{ways}", operators=listed)
 
 

@@ -8,9 +8,10 @@ import numpy as np
 
 from service.dtypes import Array
 from service.errors import InvalidGraph, shown
-from service.graphs.model import FILE, GRAPH, NODE
-from service.graphs.protobuf import Budget, Message
+from service.graphs.protobuf import Budget, Message, numbered
 from service.graphs.tensors import ATTRIBUTE, TENSOR
+
+_FILE, _GRAPH, _NODE = map(numbered, ("7:graph", "1:node 5:initializer", "2:output 4:op_type 5:attribute"))
 
 _NUMBERS = "raw_data", "float_data", "double_data", "floats"
 """The fields of a tensor, or of a constant's attribute, that have floats as bytes."""
@@ -22,9 +23,9 @@ def overwrite(content: bytearray, values: Mapping[str, Array]) -> None:
     The values have the dtypes and shapes of the tensors. Raises `InvalidGraph` for a tensor that the file has not, or
     not as bytes.
     """
-    graph = Message(memoryview(content), FILE, Budget()).messages("graph", GRAPH)[-1]
+    graph = Message(memoryview(content), _FILE, Budget()).messages("graph", _GRAPH)[-1]
     tensors = {one.text("name"): one for one in graph.messages("initializer", TENSOR)}
-    for node in graph.messages("node", NODE) if values.keys() - tensors.keys() else ():
+    for node in graph.messages("node", _NODE) if values.keys() - tensors.keys() else ():
         for attribute in node.messages("attribute", ATTRIBUTE) if node.text("op_type") == "Constant" else ():
             tensors[node.text("output")] = (attribute, *attribute.messages("t", TENSOR))[-1]
     for name, value in values.items():

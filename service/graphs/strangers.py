@@ -1,0 +1,37 @@
+"""What people bring that is no model, or none that can be served, and what they can do about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from service.errors import InvalidGraph
+
+
+FORMATS = {
+    (0, b"PK\x03\x04"): "a zip, as PyTorch's .pt and Keras's .keras are",
+    (0, b"\x80\x02"): "a pickle, as old .pt files of PyTorch are",
+    (0, b"\x89HDF\r\n\x1a\n"): "HDF5, as Keras's .h5 are",
+    (4, b"TFL3"): "a .tflite of TensorFlow",
+    (8, b'{"'): "a .safetensors, which has weights alone",
+}
+"""What other files begin with, by the place of the mark."""
+
+EXPORTS = (
+    "PyTorch makes one with torch.onnx.export(net, args, path, dynamo=True, optimize=False)",
+    "Keras and TensorFlow with tf2onnx",
+)
+
+WAYS = {
+    "If": "a branch is served if both sides are views of one tensor: export with dynamo=True, optimize=False",
+    "Loop": "unroll a loop; nn.EmbeddingBag is one: use nn.Embedding, and the sum or mean of its result",
+    "Scan": "unroll a scan",
+    "SequenceAt": "a sequence must have parts and places that are constants",
+}
+"""What a person can do about an operator that is not served."""
+
+
+def check_kind(content: Any) -> None:
+    """Raise `InvalidGraph` for a file's bytes that are of another format."""
+    for (at, mark), kind in FORMATS.items():
+        if bytes(content[at : at + len(mark)]) == mark:
+            raise InvalidGraph(f"the file is {kind}, and no ONNX model: {'; '.join(EXPORTS)}")
