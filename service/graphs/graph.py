@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from sys import getrefcount, getsizeof
-from types import CodeType, FunctionType, ModuleType
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -17,15 +14,16 @@ from annotated_types import Ge, Lt
 
 from service.dtypes import INT32, INT64, NAMES, Array, Kind
 from service.errors import DtypeMismatch, InvalidGraph, InvalidParameter, MissingTensor, ShapeMismatch, shown
-from service.graphs.exported import doubts_of
+from service.graphs.doubts import doubts_of
 from service.graphs.forward import training_of
+from service.graphs.memory import bytes_of
 from service.graphs.model import DEFAULT_LIMITS, GraphLimits, Value, name_of, read
 from service.graphs.nodes import SEED
 from service.graphs.nodes.shapes import contiguous
 from service.graphs.plan import Node, Plan, paced
 from service.graphs.trained import overwrite
 from service.graphs.training import Program, program_of
-from service.kernels import OPERATORS, Attribute, Operator, Tensor, claim
+from service.kernels import Attribute, Operator, Tensor, claim
 
 MAX_PLANS = 3
 """Plans of a graph that are kept: one for each choice of outputs. Each takes up to a quarter of the graph's memory."""
@@ -99,7 +97,7 @@ class Graph:
         program = program_of(model, train) if loss is None else training_of(model, loss, train)
         doubts = doubts_of(model, [one.name for one in program.parameters])
         graph = cls("training" if program.gradients else "inference", program, model.nodes, doubts)
-        graph.nbytes = sum(map(getsizeof, paced(_held(graph))))
+        graph.nbytes = bytes_of(graph)
         return graph
 
     @property
@@ -205,20 +203,6 @@ class Graph:
                 found[port.value.name] = array
         found[SEED] = np.array(secrets.randbits(62) if seed is None else seed, INT64)
         return found
-
-
-def _held(graph: Graph) -> Iterator[object]:
-    """Yield all that a graph holds and that it does not share with others, once."""
-    seen, left = {*map(id, OPERATORS.values())}, list[Any]([graph])
-    while left:
-        one = left.pop()
-        if id(one) in seen or isinstance(one, ModuleType | CodeType | type):
-            continue
-        if getrefcount(one) > 3:  # more than `one`, the argument and an owner
-            seen.add(id(one))
-        yield one
-        parts = one.__closure__ if isinstance(one, FunctionType) else one
-        left += [one.base] if isinstance(one, np.ndarray) else gc.get_referents(parts)
 
 
 def _members(values: Iterable[Value]) -> list[Port]:

@@ -12,6 +12,7 @@ from service.dtypes import FLOAT32, INT64, NAMES, Array, DType
 from service.errors import InvalidGraph, shown
 from service.graphs.exported import origin_of, tensors_of
 from service.graphs.functions import Function, inlined
+from service.graphs.names import check_names
 from service.graphs.nodes import NODES
 from service.graphs.nodes.table import dtype_of
 from service.graphs.plan import Node, paced
@@ -23,28 +24,6 @@ from service.graphs.unrolled import MAX_BRANCH_NODES, SEQUENCES, VIEWS, Branch, 
 OPSETS = range(13, 27)
 """The versions of ONNX's own operators that a model may import."""
 
-
-_FILE = numbered("2:producer 7:graph 8:opset_import 25:functions")
-_OPSET = numbered("1:domain 2:version")
-_FUNCTION = numbered("1:name 4:input 5:output 7:node 9:opset_import 10:domain 11:attribute")
-_GRAPH = numbered("1:node 5:initializer 11:input 12:output 15:sparse_initializer 16:metadata")
-_NODE = numbered("1:input 2:output 3:name 4:op_type 5:attribute 7:domain 9:metadata")
-_VALUE = numbered("1:name 2:type")
-_TYPE = numbered("1:tensor")
-_TENSOR_TYPE = numbered("1:elem_type 2:shape")
-_SHAPE = numbered("1:dim")
-_DIMENSION = numbered("1:dim_value")
-
-
-@dataclass(frozen=True)
-class GraphLimits:
-    """The most nodes of a graph, and the most bytes of its initializers."""
-
-    max_nodes: int = 20_000
-    max_bytes: int = 1 << 31
-
-
-DEFAULT_LIMITS = GraphLimits()
 
 _FILE = numbered("2:producer 7:graph 8:opset_import 25:functions")
 _OPSET = numbered("1:domain 2:version")
@@ -138,7 +117,8 @@ def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
         module=tensors_of(graph),
         producer=file.text("producer"),
     )
-    _check_names(model)
+    given = {"the file": initializers, "the caller": [one.name for one in inputs], "a constant": constants}
+    check_names(given, model.nodes, [one.name for one in model.outputs])
     return model
 
 
@@ -281,30 +261,3 @@ def _constant(node: Node) -> Array:
     if isinstance(value, np.ndarray):
         return value
     return np.array(value, FLOAT32 if "float" in next(iter(node.attributes)) else INT64)
-
-
-def _check_names(model: Model) -> None:
-    """Raise `InvalidGraph` unless each name stands for one tensor, which is there before it is read."""
-    known = set[str]()
-
-    def add(names: Iterable[str], label: str) -> None:
-        for name in names:
-            if not name or name in known or name.startswith("~"):
-                fault = "stands for two tensors" if name in known else "is empty" if not name else "begins with a tilde"
-                raise InvalidGraph(f"the name {shown(name)}, an output of {label}, {fault}")
-            known.add(name)
-
-    add(model.initializers, "the file")
-    add((one.name for one in model.inputs), "the caller")
-    add(model.constants, "a constant")
-    for node in paced(model.nodes):
-        for name in node.inputs:
-            if name and name not in known:
-                raise InvalidGraph(f"{node.label} reads {shown(name)}, which no node before it computes")
-        add((name for name in node.outputs if name), node.label)
-    names = [one.name for one in model.outputs]
-    for name in names:
-        if name not in known:
-            raise InvalidGraph(f"the output {shown(name)} is computed by no node")
-    if len({*names}) < len(names) or not names:
-        raise InvalidGraph("the graph has no outputs, or one of them twice")

@@ -6,7 +6,6 @@ from typing import Any
 
 from service.errors import InvalidGraph
 
-
 FORMATS = {
     (0, b"PK\x03\x04"): "a zip, as PyTorch's .pt and Keras's .keras are",
     (0, b"\x80\x02"): "a pickle, as old .pt files of PyTorch are",
