@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -107,3 +107,9 @@ def elements_of(axes: Sequence[Axis]) -> Array:
     for axis in axes:
         product = np.multiply.outer(product, axis.elements())
     return np.maximum(product, 1)
+
+
+def taps_of(windows: Windows, axes: Sequence[Axis]) -> Array:
+    """Return how many taps of each window lie in X or its padding: a window may stick out at the end."""
+    ends = zip(axes, windows.begins, windows.ends, strict=True)
+    return elements_of([replace(axis, size=begin + axis.size + end, begin=0) for axis, begin, end in ends])

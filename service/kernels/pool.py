@@ -19,7 +19,7 @@ from service.kernels._blocks import block_length, check_wanted, claim, cuts, new
 from service.kernels._checks import check_shape, same_shapes
 from service.kernels._narrow import compute_wide, load, store
 from service.kernels._op import check_work, op
-from service.kernels._pool_axes import Axis, axes_of, elements_of, least_of
+from service.kernels._pool_axes import Axis, axes_of, elements_of, least_of, taps_of
 from service.kernels._scatter import clear, output_size, read_shape
 from service.kernels._types import Bit, NotNegative, Positive, Rank4, Shape, T, Tind
 from service.kernels._windows import AutoPad, Windows, make_windows, same
@@ -158,8 +158,24 @@ def average_pool_grad(
     ConvGrad, but SAME_UPPER and SAME_LOWER take no account of `dilations`, as in ONNX Runtime's AveragePool. Raises
     `ShapeMismatch`, `InvalidParameter`, `InvalidTensor` for a negative dimension and `TooManyDimensions`.
     """
+    given = {"strides": strides, "pads": pads, "dilations": dilations, "auto_pad": auto_pad, "ceil_mode": ceil_mode}
+    return spread_means(dY, shape, kernel_shape, count_include_pad, whole=True, **given)
+
+
+def spread_means(
+    dY: Array,
+    shape: Array,
+    kernel_shape: Sequence[int],
+    count_include_pad: int = 0,
+    *,
+    whole: bool = False,
+    ceil_mode: int = 0,
+    auto_pad: str = "NOTSET",
+    **attributes: Any,
+) -> Any:
+    """Return the gradient of `average_pool`. With `whole`, `count_include_pad` counts all elements of a kernel."""
     dims = _dims(dY, shape)
-    windows = make_windows(dims[2:], kernel_shape, strides, dilations, pads, auto_pad)
+    windows = make_windows(dims[2:], kernel_shape, auto_pad=auto_pad, **attributes)
     if auto_pad.startswith("SAME"):
         windows = same(windows, windows.kernel, auto_pad)
     windows.check_fit("X")
@@ -170,7 +186,7 @@ def average_pool_grad(
         clear(output)
         return output
     dtype = compute_dtype(dY.dtype)
-    divisors = np.asarray(math.prod(windows.kernel) if count_include_pad else elements_of(axes), dtype)
+    divisors = np.asarray(_divisors(windows, axes, count_include_pad, whole=whole), dtype)
 
     def divide(block: Array) -> Array:
         return np.divide(block, divisors, out=scratch(1, block.size, dtype).reshape(block.shape))
@@ -195,13 +211,25 @@ def max_pool(
     return (Y,) if places is None else (Y, places)
 
 
-def average_pool(X: Array, /, *, ceil_mode: int = 0, count_include_pad: int = 0, **attributes: Any) -> Array:
-    """Return Y = AveragePool(X), whose windows are those of AveragePoolGrad. The rest is as in `max_pool`."""
+def _divisors(windows: Windows, axes: Sequence[Axis], count_include_pad: int, *, whole: bool) -> Any:
+    """Return how many elements each window's sum is divided by: those in X, or in X and its padding, or `whole`."""
+    if not count_include_pad:
+        return elements_of(axes)
+    return math.prod(windows.kernel) if whole else taps_of(windows, axes)
+
+
+def average_pool(
+    X: Array, /, *, ceil_mode: int = 0, count_include_pad: int = 0, whole: bool = False, **attributes: Any
+) -> Array:
+    """Return Y = AveragePool(X), whose windows are those of AveragePoolGrad. The rest is as in `max_pool`.
+
+    With `count_include_pad`, a window that sticks out counts what lies in X and its padding, or, with `whole`, all.
+    """
     windows = _windows(X, **attributes)
     if attributes.get("auto_pad", "").startswith("SAME"):
         windows = same(windows, windows.kernel, attributes["auto_pad"])
     axes = _axes(X, windows, ceil_mode)
-    divisors = math.prod(windows.kernel) if count_include_pad else elements_of(axes)
+    divisors = _divisors(windows, axes, count_include_pad, whole=whole)
     Y = _output(X, axes, X.dtype)
 
     def divide(sums: Array) -> None:

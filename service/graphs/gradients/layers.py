@@ -18,7 +18,7 @@ from service.graphs.plan import Node
 from service.kernels import OPERATORS, claim
 from service.kernels.grid_sample import Sampler
 from service.kernels.normalization import group_normalization_grad
-from service.kernels.pool import average_pool_grad, max_pool_grad
+from service.kernels.pool import average_pool_grad, max_pool_grad, spread_means
 from service.kernels.resize import resize_grad
 
 
@@ -48,7 +48,8 @@ def max_pool(dY: Array, Z: Array, shape: tuple[int, ...]) -> Array:
 @rule("AveragePool", "GlobalAveragePool")
 def average_pool(tape: Tape, node: Node, dY: str) -> Sequence[str]:
     def gradient(dY: Array, shape: tuple[int, ...]) -> Array:
-        return average_pool_grad(dY, np.array(shape), **{"kernel_shape": [*shape[2:]], **node.attributes})
+        dX: Array = spread_means(dY, np.array(shape), **{"kernel_shape": [*shape[2:]], **node.attributes})
+        return dX
 
     return [tape.call(gradient, dY, tape.shape(node.inputs[0]))]
 

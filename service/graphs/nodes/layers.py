@@ -66,7 +66,7 @@ def lp_pool(p: int, X: Array, /, **attributes: Any) -> Array:
     """Return (sum |x|^p)^(1/p) of each window: the windows are those of AveragePool, and their paddings are zeros."""
     wide = compute_dtype(X.dtype)
     claim(3 * X.size * wide.itemsize)
-    means = average_pool(np.abs(X.astype(wide)) ** p, count_include_pad=1, **attributes)
+    means = average_pool(np.abs(X.astype(wide)) ** p, count_include_pad=1, whole=True, **attributes)
     claim(3 * means.nbytes)
     norms: Array = (means * math.prod(attributes.get("kernel_shape", X.shape[2:]))) ** (1 / p)
     return norms.astype(X.dtype, copy=False)

@@ -80,7 +80,7 @@ def pools(case: str, rank: int, size: int, kernel: int, stride: int, pad: int, c
     attributes: dict[str, Any] = {"kernel_shape": [kernel] * rank, "strides": [stride] * rank, "pads": [pad] * 2 * rank}
     most, average = getattr(F, f"max_pool{rank}d"), getattr(F, f"avg_pool{rank}d")
     layer(f"MaxPool {case}", lambda X: most(X, kernel, **options), X, **attributes, ceil_mode=int(ceil))
-    include = not ceil and rank > 1
+    include = rank > 1
     layer(
         f"AveragePool {case}",
         lambda X: average(X, kernel, count_include_pad=include, **options),
@@ -94,7 +94,8 @@ def pools(case: str, rank: int, size: int, kernel: int, stride: int, pad: int, c
 pools("of one axis", 1, 9, 3, 2, 1)
 pools("that overlaps", 2, 6, 3, 1, 1)
 pools("of three axes", 3, 5, 2, 2, 0)
-pools("that sticks out", 2, 7, 3, 2, 1, ceil=True)
+pools("that sticks out", 2, 6, 3, 2, 1, ceil=True)
+pools("that sticks out by one", 3, 3, 2, 2, 0, ceil=True)
 pools("with one window", 2, 5, 5, 1, 0)
 layer(
     "MaxPool with dilations",
