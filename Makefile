@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := -m pip install --quiet --editable
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 IN_FOUR := -n 4 --dist worksteal
-HEAVY := dashboard examples faults clients/torch clients/arrays graphs/gradients $(addsuffix .py,\
+HEAVY := dashboard examples faults clients/torch clients/arrays graphs/gradients graphs/zoo $(addsuffix .py,\
   $(addprefix api/test_,buffers_into fuzz schema shared_memory triton_client) \
   $(addprefix test_,doctor end_to_end start transfer) $(addprefix clients/test_,pushes rows tensors types) \
   $(addprefix kernels/test_,gru blocks hostile properties) \
@@ -105,10 +105,13 @@ soak: $(BENCH)/.bench  ## overload the server for three minutes, then abandon re
 golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels and PyTorch again for the answers in tests/golden: FAMILY=NAME for one module of kernels
 	$(BENCH)/bin/python -m tests.golden.make $(FAMILY)
 
-graphs: $(BENCH)/.bench $(VENV)/.frameworks  ## run the training graphs in FOLDER, whole, and each training node of them; tests/golden/make_graphs.py says what FOLDER has
+graphs: $(VENV)/.zoo $(if $(FOLDER),$(BENCH)/.bench)  ## train all models of tests/graphs/zoo; with FOLDER, run also the training graphs there (tests/golden/make_graphs.py), whole and by nodes
+	GRADSERVE_ZOO=whole $(BIN)/python -m pytest -q -o faulthandler_timeout=1800 tests/graphs/zoo $(WHAT)
+ifdef FOLDER
 	$(BENCH)/bin/python -m tests.golden.make_graphs $(FOLDER) --all build/graphs
 	GRADSERVE_GRAPHS=build/graphs $(BIN)/python -m pytest -q tests/api/test_graphs.py
 	GRADSERVE_GRAPHS_FOLDER=$(FOLDER) $(BIN)/python -m pytest -q tests/graphs/test_training.py
+endif
 
 screenshots: $(VENV)/.frameworks  ## make the screenshots of docs/images again, with Chromium
 	$(BIN)/python -m tests.dashboard.screenshots $(WHAT)
@@ -150,7 +153,7 @@ packages: $(VENV)/.dev $(PACKAGES)/.packages  ## build the wheels and sdists int
 
 lock:  ## update constraints.txt to the newest versions that fit
 	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
-	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,frameworks,peers,bench,site,packages]' './clients/python[cli]'
+	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,frameworks,zoo,peers,bench,site,packages]' './clients/python[cli]'
 	$(VENV)-lock/bin/python -m pip freeze --all | grep -E '^[A-Za-z0-9._-]+==' | grep -vE '^(pip|gradserve|gradserve-client)==' | sed 's/+.*//' > constraints.txt
 	rm -rf $(VENV)-lock build clients/python/build
 
@@ -173,6 +176,11 @@ $(VENV)/.frameworks: $(VENV)/.dev
 	@echo "installing PyTorch, JAX and scikit-learn into $(VENV), once: some minutes, up to 5 GB"
 	@$(BIN)/python $(PIP) '.[dev,frameworks]'
 	@rm -rf .mypy_cache  # of the same sources without them
+	@touch $@
+
+$(VENV)/.zoo: $(VENV)/.frameworks
+	@echo "installing the models of Hugging Face into $(VENV), once: about a minute"
+	@$(BIN)/python $(PIP) '.[zoo]'
 	@touch $@
 
 $(VENV)/.peers: $(VENV)/.dev

@@ -1,0 +1,86 @@
+"""The models of the zoo, exported by both exporters of PyTorch, over HTTP, against PyTorch in float64.
+
+`make test` has those of `QUICK`. `make graphs` sets GRADSERVE_ZOO=whole for all, with the models of Hugging Face, and
+writes the table build/zoo.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gradserve_client import Client, InvalidInput
+
+from tests.graphs.zoo.check import delete, worst_error
+from tests.graphs.zoo.example import ZOO
+from tests.graphs.zoo.exports import EXPORTERS, check_the_same
+from tests.graphs.zoo.outcomes import REFUSED, UNEXPORTED
+
+WHOLE = os.environ.get("GRADSERVE_ZOO") == "whole"
+
+MODULES = ["attention", "dense", "losses", "pictures", "sequences", "tables", "vision"]
+
+TABLE = Path(__file__).parents[3] / "build" / "zoo.md"
+
+for module in MODULES + ["hugging_face"] * WHOLE:
+    importlib.import_module(f"{__package__}.{module}")
+
+QUICK = {
+    "default": ["batch_norm_dropout", "convnext", "encoder", "mixture_of_experts", "unet"],
+    "old": ["clip", "dlrm_sums", "gpt_chunk", "lstm_tagger", "resnet", "seq2seq_lstm", "swiglu"],
+}
+"""For each exporter, the models that `make test` trains."""
+
+CASES = [(name, form) for form in EXPORTERS for name in ZOO if WHOLE or name in QUICK[form]]
+UNUSUAL = UNEXPORTED.keys() | REFUSED.keys()
+
+
+def cases(*tables: dict[str, str]) -> pytest.MarkDecorator:
+    """Parametrize with the exports that these tables have, by default with those that no table has."""
+    has = {key for table in tables for key in table}
+    chosen = [case for case in CASES if (" ".join(case) in has if tables else " ".join(case) not in UNUSUAL)]
+    return pytest.mark.parametrize(("name", "form"), chosen, ids=[" ".join(case) for case in chosen])
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[dict[tuple[str, str], str]]:
+    """What came of each export. The whole zoo writes it as a table."""
+    found: dict[tuple[str, str], str] = {}
+    yield found
+    if WHOLE:
+        TABLE.parent.mkdir(exist_ok=True)
+        opsets = {name: {"default": one.opset, "old": one.old} for name, one in ZOO.items()}
+        lines = [f"| {name} | {form} | {opsets[name][form]} | {said} |" for (name, form), said in sorted(found.items())]
+        TABLE.write_text("\n".join(["| model | exporter | opset | outcome |", "| --- | --- | --- | --- |", *lines, ""]))
+
+
+@cases()
+def test_a_model_trains_as_in_pytorch(server: Client, rows: dict[tuple[str, str], str], name: str, form: str) -> None:
+    example = ZOO[name]
+    content = EXPORTERS[form](example)
+    rows[name, form] = "WRONG"
+    try:
+        worst = worst_error(server, example, content)
+    finally:
+        delete(server, name)
+    rows[name, form] = f"right, {worst:.0e}"
+
+
+@cases(REFUSED)
+def test_what_is_refused_is_named(server: Client, rows: dict[tuple[str, str], str], name: str, form: str) -> None:
+    example = ZOO[name]
+    with pytest.raises(InvalidInput, match=re.escape(REFUSED[f"{name} {form}"])) as caught:
+        worst_error(server, example, EXPORTERS[form](example))
+    rows[name, form] = f"refused: {caught.value}"
+
+
+@cases(UNEXPORTED)
+def test_what_pytorch_does_not_export(rows: dict[tuple[str, str], str], name: str, form: str) -> None:
+    example, reason = ZOO[name], UNEXPORTED[f"{name} {form}"]
+    with pytest.raises(Exception, match=re.escape(reason)):
+        check_the_same(example, EXPORTERS[form](example))
+    rows[name, form] = f"PyTorch: {reason}"
