@@ -63,13 +63,13 @@ class Reference:
         return {name: own.get(name, f"no parameter: {name}") for name in info.parameters}
 
 
-def worst_error(client: Client, example: Example, content: bytes) -> float:
+def worst_error(client: Client, example: Example, form: str, content: bytes) -> float:
     """Return the largest relative error of losses and gradients, after three steps of AdamW have been right, too.
 
     Raises `InvalidInput` for a model that the server refuses, and `AssertionError` for wrong numbers.
     """
     right, graph = Reference(example), client.graphs[example.name]
-    info = client.graphs.put(example.name, content, loss=example.loss, train=example.train)
+    info = client.graphs.put(example.name, content, loss=example.loss, train=example.train.get(form))
     names = right.named(info)
     errors = {}
     for batch in BATCHES[:2]:

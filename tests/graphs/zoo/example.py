@@ -35,9 +35,9 @@ def ones_and_zeros(*shape: int) -> Input:
     return Input(lambda batch, random: torch.randint(2, (batch, *shape), generator=random).float())
 
 
-def below(end: int, *shape: int) -> Input:
-    """Int64 [batch, *shape] from 0 up to `end`, which is left out."""
-    return Input(lambda batch, random: torch.randint(end, (batch, *shape), generator=random))
+def below(end: int, *shape: int, start: int = 0) -> Input:
+    """Int64 [batch, *shape] from `start` up to `end`, which is left out."""
+    return Input(lambda batch, random: torch.randint(start, end, (batch, *shape), generator=random))
 
 
 class Net(nn.Module):  # type: ignore[misc]  # PyTorch is not checked
@@ -77,8 +77,8 @@ class Example:
     """The opset of the default exporter."""
     old: int
     """The opset of the old exporter."""
-    train: str | None
-    """The patterns of the parameters, where the module has tables, frozen parameters or some without a dimension."""
+    train: Mapping[str, str]
+    """By exporter, the patterns of the parameters: if there are tables, frozen ones or some without a dimension."""
 
     def net(self) -> nn.Module:
         """Return the module in float32, with the same weights each time."""
@@ -106,14 +106,15 @@ ZOO: dict[str, Example] = {}
 
 
 def example(
-    loss: str = "loss", *, opset: int = 18, old: int = 17, train: str | None = None, **inputs: Input
+    loss: str = "loss", *, opset: int = 18, old: int = 17, train: str | Mapping[str, str] = {}, **inputs: Input
 ) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
     """Add the module that the function makes to the zoo, under the function's name."""
 
     def add(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         name = make.__name__
         assert name not in ZOO
-        ZOO[name] = Example(name, make, inputs, loss, opset, old, train)
+        trains = {"default": train, "old": train} if isinstance(train, str) else train
+        ZOO[name] = Example(name, make, inputs, loss, opset, old, trains)
         return make
 
     return add

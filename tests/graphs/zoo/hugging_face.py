@@ -11,7 +11,10 @@ from torch.nn import functional as F
 
 from tests.graphs.zoo.example import Net, below, example, floats
 
-NEXT = {"words": below(19, 6), "labels": below(19, 6)}
+WORDS = below(19, 6, start=1)
+"""Words without the padding: no ONNX file says that the embedding of padding is not trained."""
+
+NEXT = {"words": WORDS, "labels": below(19, 6)}
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
 
@@ -19,16 +22,21 @@ SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "in
 def causal(config: Any) -> nn.Module:
     """A module that gives [batch, classes, length] for words."""
     model = transformers.AutoModelForCausalLM.from_config(config)
-    return Net(lambda net, words: net.model(words, use_cache=False).logits.transpose(1, 2), model=model)
+
+    def formula(net: Net, words: Tensor) -> Tensor:
+        found: Tensor = net.model(words, attention_mask=torch.ones_like(words), use_cache=False).logits
+        return found.transpose(1, 2)
+
+    return Net(formula, model=model)
 
 
-@example("SoftmaxCrossEntropyLoss", opset=18, train="!*inv_freq", **NEXT)
+@example("SoftmaxCrossEntropyLoss", opset=18, train={"default": "!*inv_freq"}, **NEXT)
 def hf_llama() -> nn.Module:
     more = {"vocab_size": 19, "num_key_value_heads": 1, "max_position_embeddings": 16, "tie_word_embeddings": True}
     return causal(transformers.LlamaConfig(**SMALL, **more))
 
 
-@example("SoftmaxCrossEntropyLoss", opset=20, train="!*inv_freq", **NEXT)
+@example("SoftmaxCrossEntropyLoss", opset=20, train={"default": "!*inv_freq"}, **NEXT)
 def hf_qwen3() -> nn.Module:
     more = {"vocab_size": 19, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 16}
     return causal(transformers.Qwen3Config(**SMALL, **more))
@@ -41,7 +49,7 @@ def hf_gpt2() -> nn.Module:
     return causal(transformers.GPT2Config(**sizes, **still, bos_token_id=1, eos_token_id=2))
 
 
-@example("SoftmaxCrossEntropyLoss", opset=22, words=below(19, 6), labels=below(3))
+@example("SoftmaxCrossEntropyLoss", opset=22, words=WORDS, labels=below(3))
 def hf_bert() -> nn.Module:
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.BertConfig(vocab_size=19, max_position_embeddings=16, num_labels=3, **SMALL, **still)
@@ -49,7 +57,7 @@ def hf_bert() -> nn.Module:
     return Net(lambda net, words: net.model(words, torch.ones_like(words)).logits, model=model)
 
 
-@example(opset=23, words=below(19, 6), y=below(19, 6))
+@example(opset=23, words=WORDS, y=below(19, 6))
 def hf_distilbert() -> nn.Module:
     """Words that are hidden are guessed. All others have the label -100."""
     still = {"dropout": 0.0, "attention_dropout": 0.0}
@@ -71,7 +79,7 @@ def hf_vit() -> nn.Module:
     return Net(lambda net, x: net.model(x).logits, model=transformers.ViTForImageClassification(config))
 
 
-@example("SoftmaxCrossEntropyLoss", opset=19, sound=floats(4, 12), **NEXT)
+@example("SoftmaxCrossEntropyLoss", opset=19, train="!*encoder.embed_positions.*", sound=floats(4, 12), **NEXT)
 def hf_whisper() -> nn.Module:
     layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     sizes = {"d_model": 8, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "num_mel_bins": 4}
@@ -81,13 +89,14 @@ def hf_whisper() -> nn.Module:
     model = transformers.WhisperForConditionalGeneration(config)
 
     def formula(net: Net, sound: Tensor, words: Tensor) -> Tensor:
-        found: Tensor = net.model(input_features=sound, decoder_input_ids=words, use_cache=False).logits
+        given = {"decoder_input_ids": words, "decoder_attention_mask": torch.ones_like(words)}
+        found: Tensor = net.model(input_features=sound, **given, use_cache=False).logits
         return found.transpose(1, 2)
 
     return Net(formula, model=model)
 
 
-@example("SoftmaxCrossEntropyLoss", opset=25, source=below(19, 5), **NEXT)
+@example("SoftmaxCrossEntropyLoss", opset=25, source=below(19, 5, start=1), **NEXT)
 def hf_t5() -> nn.Module:
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
     config = transformers.T5Config(vocab_size=19, dropout_rate=0.0, **sizes)
