@@ -20,7 +20,7 @@ MAX_DOUBTS = 20
 def doubts_of(model: Model, parameters: Collection[str]) -> list[str]:
     """Return the signs that an exporter has changed the set of the parameters. Training changes another model then."""
     weights = {name: model.initializers[name] for name in parameters if name in model.initializers}
-    doubts = [*_shared(model, weights), *_transposed(weights), *_made(model)]
+    doubts = [*_shared(model, weights), *_transposed(weights), *_made(model, weights)]
     traces = {rule for node in model.nodes for rule in node.rules.split(", ") if rule}
     lost = [name for name, kind in model.module.items() if kind == "PARAMETER" and name not in model.initializers]
     if lost and (doubts or traces):
@@ -44,7 +44,7 @@ def _shared(model: Model, weights: Mapping[str, Array]) -> Iterator[str]:
 
 
 def _module(node: Node, weight: str) -> str:
-    """Return the module of a node; for a normalization of which nothing is known, itself. A second call is the same."""
+    """Return the module of a node; for a normalization without a name, itself. A second call is the same."""
     if node.module:
         return node.module
     path = node.name.rpartition("/")[0]
@@ -68,10 +68,14 @@ def _is_transpose(a: Array, b: Array) -> bool:
     return np.array_equal(a, b.T) and not np.array_equal(a, b)
 
 
-def _made(model: Model) -> Iterator[str]:
-    """Yield a doubt for each tensor of floats that the exporter has made: a table, or a weight in another form."""
+def _made(model: Model, weights: Collection[str]) -> Iterator[str]:
+    """Yield a doubt for each tensor of floats that the exporter has made: a table, or a weight in another form.
+
+    Numbers that it has made are in every model: they are no doubt, unless they are trained.
+    """
     for name, one in paced(model.initializers.items()):
-        is_named = name not in model.module if model.module else MADE.fullmatch(name)
-        if one.dtype.name in FLOATS.dtypes and is_named and (one.size > 1 or not MADE.fullmatch(name)):
+        is_made = name not in model.module if model.module else MADE.fullmatch(name)
+        is_number = one.size == 1 and MADE.fullmatch(name) and name not in weights
+        if one.dtype.name in FLOATS.dtypes and is_made and not is_number:
             kind = "all ones or zeros" if is_constant(one) else "a table, or a weight in another form"
             yield f"{shown(name)}, of shape {shown([*one.shape])}, is made by the exporter: {kind}"

@@ -62,6 +62,9 @@ def training_of(model: Model, loss: str, train: str | None = None) -> Program:
     gradients = differentiate(tape, nodes, value.name, chosen)
     _check_reached(gradients, train or "*", chosen)
     statistics = statistics_of(nodes, tensors)
+    if both := [name for name in gradients if name in statistics]:
+        problem = f"{shown(', '.join(both))} is a parameter and a running statistic: an exporter has made one of two"
+        raise InvalidGraph(f"{problem} that began equal. Export the model with dynamo=True, optimize=False")
     initial = {name: tensors[name] for name in (*gradients, *statistics) if name in tensors}
     program = Program(
         steps=tape.steps,

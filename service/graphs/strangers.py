@@ -1,4 +1,4 @@
-"""What people bring that is no model, or none that can be served, and what they can do about it."""
+"""Files that people bring and no server can run, and what they can do about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPORTS = (
 
 WAYS = {
     "If": "a branch is served if both sides are views of one tensor: export with dynamo=True, optimize=False",
-    "Loop": "unroll a loop; nn.EmbeddingBag is one: use nn.Embedding, and the sum or mean of its result",
+    "Loop": "unroll a loop; nn.EmbeddingBag is one: write nn.Embedding, then .mean(1), .sum(1) or .amax(1)",
     "Scan": "unroll a scan",
     "SequenceAt": "a sequence must have parts and places that are constants",
 }

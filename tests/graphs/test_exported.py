@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from service.errors import InvalidGraph
 from service.graphs.graph import Graph
 from tests.graphs.test_model import model, tensor
 
@@ -146,6 +147,20 @@ def test_a_parameter_that_the_optimizer_has_folded_is_a_doubt() -> None:
         "the file lacks 't' of the module: merged with others, or folded",
         "'exp', of shape [], is made by the exporter: a table, or a weight in another form",
     ]
+
+
+def test_a_number_that_the_exporter_has_made_is_a_doubt_if_it_is_trained() -> None:
+    nodes = [("Mul", "x val_1", "h", ""), ("PRelu", "h val_2", "y", "")]
+    doubts = signature(made(nodes, {"val_1": [0.5], "val_2": [[0.25]]}))["doubts"]
+    assert doubts == ["'val_2', of shape [1, 1], is made by the exporter: a table, or a weight in another form"]
+
+
+def test_a_scale_that_is_a_running_statistic_is_refused() -> None:
+    weights = {"w": np.ones(4), "b": np.zeros(4)}
+    content = made([("BatchNormalization", "x w b b w", "y", "")], weights)
+    problem = "'w, b' is a parameter and a running statistic: an exporter has made one of two that began equal"
+    with pytest.raises(InvalidGraph, match=problem):
+        signature(content)
 
 
 def test_a_model_says_twenty_doubts_at_most() -> None:
