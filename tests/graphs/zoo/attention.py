@@ -27,7 +27,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
-@example("SoftmaxCrossEntropyLoss", opset=23, train="!cos.*,!sin.*", **NEXT)
+@example("SoftmaxCrossEntropyLoss", opset=23, **NEXT)
 def gpt_rope() -> nn.Module:
     """Places by rotation, RMSNorm, and a head that is the embedding."""
 

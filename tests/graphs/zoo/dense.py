@@ -48,7 +48,7 @@ def glu_split() -> nn.Module:
     return Net(formula, first=nn.Linear(6, 10), second=nn.Linear(4, 4))
 
 
-@example("SoftmaxCrossEntropyLoss", opset=18, train="!centres.*", x=floats(4), labels=below(3))
+@example("SoftmaxCrossEntropyLoss", opset=18, train={"old": "!centres.*"}, x=floats(4), labels=below(3))
 def kan() -> nn.Module:
     """Two layers of splines: sums of bumps around fixed centres."""
 

@@ -42,6 +42,11 @@ def default(example: Example, **options: Any) -> bytes:
     return content
 
 
+def optimized(example: Example) -> bytes:
+    """Return what the default exporter writes by default. Its optimizer changes the parameters of many models."""
+    return default(example, optimize=True)
+
+
 def old(example: Example) -> bytes:
     """Return what the exporter by TorchScript writes in its form for training."""
     net, tensors = example.net(), example.tensors(EXPORTED)

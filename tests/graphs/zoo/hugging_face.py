@@ -30,13 +30,13 @@ def causal(config: Any) -> nn.Module:
     return Net(formula, model=model)
 
 
-@example("SoftmaxCrossEntropyLoss", opset=18, train={"default": "!*inv_freq"}, **NEXT)
+@example("SoftmaxCrossEntropyLoss", opset=18, **NEXT)
 def hf_llama() -> nn.Module:
     more = {"vocab_size": 19, "num_key_value_heads": 1, "max_position_embeddings": 16, "tie_word_embeddings": True}
     return causal(transformers.LlamaConfig(**SMALL, **more))
 
 
-@example("SoftmaxCrossEntropyLoss", opset=20, train={"default": "!*inv_freq"}, **NEXT)
+@example("SoftmaxCrossEntropyLoss", opset=20, **NEXT)
 def hf_qwen3() -> nn.Module:
     more = {"vocab_size": 19, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 16}
     return causal(transformers.Qwen3Config(**SMALL, **more))

@@ -136,3 +136,13 @@ def state_space() -> nn.Module:
 
     maps = {"step": nn.Linear(3, 3), "enters": nn.Linear(3, 2), "leaves": nn.Linear(3, 2), "head": nn.Linear(3, 1)}
     return Net(formula, **maps, decay=weight(3, 2), skip=weight(3))
+
+
+@example("SoftmaxCrossEntropyLoss", opset=20, words=below(9, 4), labels=below(9, 4))
+def tied_small() -> nn.Module:
+    """The next word by the same table that embeds."""
+
+    def formula(net: Net, words: Tensor) -> Tensor:
+        return F.linear(torch.tanh(net.layer(net.embed(words))), net.embed.weight).transpose(1, 2)
+
+    return Net(formula, embed=nn.Embedding(9, 4), layer=nn.Linear(4, 4))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from gradserve_client import Client, InvalidInput
 
-from tests.graphs.zoo.check import delete, worst_error
+from tests.graphs.zoo.check import delete, put, worst_error
 from tests.graphs.zoo.example import ZOO
 from tests.graphs.zoo.exports import EXPORTERS, check_the_same
 from tests.graphs.zoo.outcomes import REFUSED, UNEXPORTED
@@ -64,7 +64,7 @@ def test_a_model_trains_as_in_pytorch(server: Client, rows: dict[tuple[str, str]
     content = EXPORTERS[form](example)
     rows[name, form] = "WRONG"
     try:
-        worst = worst_error(server, example, form, content)
+        worst = worst_error(server, example, put(server, example, form, content))
     finally:
         delete(server, name)
     rows[name, form] = f"right, {worst:.0e}"
@@ -74,7 +74,7 @@ def test_a_model_trains_as_in_pytorch(server: Client, rows: dict[tuple[str, str]
 def test_what_is_refused_is_named(server: Client, rows: dict[tuple[str, str], str], name: str, form: str) -> None:
     example = ZOO[name]
     with pytest.raises(InvalidInput, match=re.escape(REFUSED[f"{name} {form}"])) as caught:
-        worst_error(server, example, form, EXPORTERS[form](example))
+        put(server, example, form, EXPORTERS[form](example))
     rows[name, form] = f"refused: {caught.value}"
 
 
