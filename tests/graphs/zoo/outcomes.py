@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.graphs.zoo.exports import EXPORTERS
+
 CHANGED = "the file computes something else"
 
 UNEXPORTED = {
@@ -16,20 +18,14 @@ UNEXPORTED = {
     "distillation default": CHANGED,
     "gnn_index_add old": CHANGED,
     "gaussian default": "Could not guard on data-dependent expression",
-    "hf_t5 default": "Cannot view a tensor with shape",
 }
 """Models and exporters that PyTorch cannot put together, and why: words of PyTorch, or that its file is wrong."""
 
-SEQUENCES = "operators that are not served: SequenceAt, SplitToSequence"
-BAGS = "operators that are not served: ConcatFromSequence, If, Loop, SequenceEmpty"
-
 REFUSED = {
-    **dict.fromkeys(("swiglu default", "glu_split default", "gpt_chunk default", "decoder default"), SEQUENCES),
-    **dict.fromkeys(("diffusion default", "perceiver default", "vae default", "lstm_cell default"), SEQUENCES),
-    **dict.fromkeys(("bag_of_sums default", "bag_of_means default", "bag_of_maxima default"), BAGS),
-    **dict.fromkeys(("bag_of_sums old", "bag_of_means old", "bag_of_maxima old"), "not served: Loop"),
-    **dict.fromkeys(("alexnet old", "gnn_scatter old"), "not served: If"),
-    "spatial_transformer default": "not served: GridSample",
-    "spatial_transformer old": "not served: AffineGrid, GridSample",
+    **dict.fromkeys(
+        (f"bag_of_{mode} {form}" for mode in ("sums", "means", "maxima") for form in EXPORTERS), "nn.EmbeddingBag"
+    ),
+    "gnn_scatter old": "a branch is served if both sides are views of one tensor",
+    "spatial_transformer old": "not served: AffineGrid",
 }
 """Models and exporters whose file the server refuses, and a part of what it says."""

@@ -61,13 +61,12 @@ def rows() -> Iterator[dict[tuple[str, str], str]]:
 @cases()
 def test_a_model_trains_as_in_pytorch(server: Client, rows: dict[tuple[str, str], str], name: str, form: str) -> None:
     example = ZOO[name]
-    content = EXPORTERS[form](example)
+    info = put(server, example, form, EXPORTERS[form](example))
     rows[name, form] = "WRONG"
     try:
-        worst = worst_error(server, example, put(server, example, form, content))
+        rows[name, form] = f"right, {worst_error(server, example, info):.0e}"
     finally:
         delete(server, name)
-    rows[name, form] = f"right, {worst:.0e}"
 
 
 @cases(REFUSED)
