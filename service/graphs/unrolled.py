@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -33,19 +34,22 @@ class Branch(NamedTuple):
 
 
 def chosen(call: Node, branches: Sequence[Branch]) -> list[Node]:
-    """Return an If between two views of one tensor as one node, behind the constants of its branches.
+    """Return an If between views of tensors as a node for each output, behind the constants of its branches.
 
     Its inputs are the condition, the tensor, and what the two views read besides. Other nodes are returned as they are.
     """
-    views = [[one for one in branch.nodes if one.op != "Constant"] for branch in branches]
-    constants = [one for branch in branches for one in branch.nodes if one.op == "Constant"]
-    pairs = [(some[0], branch) for some, branch in zip(views, branches, strict=True) if len(some) == 1]
-    are_views = all((one.domain, one.op in VIEWS, one.outputs) == ("", True, (*it.outputs,)) for one, it in pairs)
-    if len(pairs) != 2 or not are_views or len({one.inputs[:1] for one, _ in pairs}) != 1 or not call.inputs:
-        return [call]
-    then, other = (one for one, _ in pairs)
-    inputs = call.inputs[0], *then.inputs, *other.inputs[1:]
-    return [*constants, Node("If", OURS, call.version, inputs, call.outputs, {"views": [then, other]}, call.name)]
+    nodes = [one for branch in branches for one in branch.nodes]
+    made = {one.outputs[:1]: one for one in nodes if one.op != "Constant"}
+    found = [one for one in nodes if one.op == "Constant"]
+    for output, *ends in zip_longest(call.outputs, *(branch.outputs for branch in branches), fillvalue=""):
+        views = [made[(end,)] for end in ends if (end,) in made and made[(end,)].op in VIEWS]
+        reads = [name for one in views for name in one.inputs]
+        is_one = len(views) == 2 and len({one.inputs[:1] for one in views}) == 1 and len(call.inputs) == 1
+        if not output or not is_one or any(one.domain for one in views) or any((name,) in made for name in reads):
+            return [call]
+        inputs = call.inputs[0], *views[0].inputs, *views[1].inputs[1:]
+        found.append(Node("If", OURS, call.version, inputs, (output,), {"views": views}, call.name))
+    return found
 
 
 def unrolled(nodes: Iterable[Node], known: Mapping[str, Array]) -> list[Node]:

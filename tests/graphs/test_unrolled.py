@@ -136,6 +136,31 @@ def test_a_branch_by_shape_is_chosen_in_each_run(width: int) -> None:
     np.testing.assert_allclose(got["gradients"]["w"], [4 * (x * x).mean()], rtol=1e-6)
 
 
+def test_a_branch_of_several_views_is_served() -> None:
+    def both(name: str, ops: Sequence[tuple[str, str]]) -> Any:
+        """Return a branch with an output for each view of p and q."""
+        nodes = [helper.make_node(op, [reads], [f"{name}{reads}"]) for op, reads in ops]
+        outputs = [helper.make_tensor_value_info(f"{name}{k}", TensorProto.FLOAT, None) for k in "pq"]
+        return helper.make_graph(nodes, name, [], outputs)
+
+    branches = {
+        "then_branch": both("a", [("Squeeze", "q"), ("Squeeze", "p")]),
+        "else_branch": both("b", [("Identity", "p"), ("Identity", "q")]),
+    }
+    nodes: Nodes = [
+        ("Neg", "x", "p"),
+        ("Abs", "x", "q"),
+        ("Size", "x", "n"),
+        ("Equal", "n six", "is"),
+        ("If", "is", "r s", branches),
+        ("Add", "r s", "y"),
+    ]
+    content = made(nodes, {"six": 6})
+    for rows, shape in ((1, (6,)), (2, (2, 6))):
+        got = output(content, X[:rows] + 1)
+        assert (got.shape, got.any()) == (shape, False)
+
+
 def test_a_branch_in_a_function_is_served() -> None:
     inner = helper.make_node("inner", ["x"], ["y"], domain="f")
     branches = {"then_branch": branch("a", "Squeeze", "h k", [1]), "else_branch": branch("b", "Identity", "h")}
@@ -158,5 +183,5 @@ def test_a_branch_in_a_function_is_served() -> None:
 def test_another_branch_is_refused_with_a_way(other: Any) -> None:
     branches = {"then_branch": branch("a", "Squeeze", "h k", [1]), "else_branch": other}
     nodes = [("Neg", "x", "h"), ("IsNaN", "h", "is"), ("If", "is", "y", branches)]
-    with pytest.raises(InvalidGraph, match=r"not served: If\. If: a branch is served if both sides are views"):
+    with pytest.raises(InvalidGraph, match=r"not served: If\. If: a branch is served if its sides are views"):
         Graph.read(made(nodes))

@@ -25,7 +25,6 @@ REFUSED = {
     **dict.fromkeys(
         (f"bag_of_{mode} {form}" for mode in ("sums", "means", "maxima") for form in EXPORTERS), "nn.EmbeddingBag"
     ),
-    "gnn_scatter old": "a branch is served if both sides are views of one tensor",
     "spatial_transformer old": "not served: AffineGrid",
 }
 """Models and exporters whose file the server refuses, and a part of what it says."""
