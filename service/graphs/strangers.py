@@ -21,6 +21,7 @@ EXPORTS = (
 )
 
 WAYS = {
+    "AffineGrid": "PyTorch's default exporter writes it in nodes that are served: dynamo=True, optimize=False",
     "If": "a branch is served if its sides are views of the same tensors: export with dynamo=True, optimize=False",
     "Loop": "unroll a loop; nn.EmbeddingBag is one: write nn.Embedding, then .mean(1), .sum(1) or .amax(1)",
     "Scan": "unroll a scan",
