@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.graphs.zoo.example import Net, below, example, fixed, floats, ones_and_zeros, weight
 
-NEXT = {"words": below(11, 6), "labels": below(11, 6)}
+NEXT: dict[str, Any] = {"words": below(11, 6), "labels": below(11, 6)}
 
 
 def heads(x: Tensor, count: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from service.dtypes import Array
 from tests.graphs.zoo.example import Example
 from tests.graphs.zoo.exports import EXPORTED
 
-LOSSES = {
+LOSSES: dict[str, Callable[..., Any]] = {
     "SoftmaxCrossEntropyLoss": F.cross_entropy,
     "NegativeLogLikelihoodLoss": F.nll_loss,
     "MSELoss": F.mse_loss,
@@ -75,7 +75,7 @@ def worst_error(client: Client, example: Example, info: GraphInfo) -> float:
     """
     right, graph = Reference(example), client.graphs[example.name]
     names = right.named(info)
-    errors = {}
+    errors: dict[str, float] = {}
     for batch in BATCHES[:2]:
         loss, expected = right.loss(batch).numpy(), right.gradients()
         assert sorted(names.values()) == sorted(expected), f"the parameters are {[*names]}, not {[*expected]}"

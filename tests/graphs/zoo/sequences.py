@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.graphs.zoo.example import Net, below, example, floats, weight
 
-WORDS = {"words": below(9, 5), "labels": below(3, 5)}
+WORDS: dict[str, Any] = {"words": below(9, 5), "labels": below(3, 5)}
 
 
 @example("SoftmaxCrossEntropyLoss", opset=18, **WORDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,7 +11,7 @@ from torch.nn import functional as F
 from tests.graphs.zoo.example import Input, Net, below, example, floats, ones_and_zeros, weight
 
 EDGES = Input(lambda nodes, random: torch.randint(nodes, (2, 3 * nodes), generator=random), {1: "edges"})
-NODES = {"x": floats(4), "edges": EDGES}
+NODES: dict[str, Any] = {"x": floats(4), "edges": EDGES}
 
 
 @example("BCEWithLogitsLoss", opset=18, dense=floats(3), sparse=below(7, 2, 3), target=ones_and_zeros(1))

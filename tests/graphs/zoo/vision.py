@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tests.graphs.zoo.example import Net, below, example, floats, weight
 
-CLASSES = {"x": floats(3, 8, 8), "labels": below(3)}
+CLASSES: dict[str, Any] = {"x": floats(3, 8, 8), "labels": below(3)}
 
 
 def conv(before: int, after: int, size: int = 3, **options: Any) -> nn.Module:
