@@ -113,7 +113,7 @@ def example(
     def add(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         name = make.__name__
         assert name not in ZOO
-        trains = {"default": train, "old": train} if isinstance(train, str) else train
+        trains = dict.fromkeys(("default", "old", "optimized"), train) if isinstance(train, str) else train
         ZOO[name] = Example(name, make, inputs, loss, opset, old, trains)
         return make
 

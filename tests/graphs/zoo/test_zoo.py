@@ -17,7 +17,7 @@ from gradserve_client import Client, InvalidInput
 
 from tests.graphs.zoo.check import delete, put, worst_error
 from tests.graphs.zoo.example import ZOO
-from tests.graphs.zoo.exports import EXPORTERS, check_the_same
+from tests.graphs.zoo.exports import EXPORTERS, check_the_same, optimized
 from tests.graphs.zoo.outcomes import REFUSED, UNEXPORTED
 
 WHOLE = os.environ.get("GRADSERVE_ZOO") == "whole"
@@ -34,6 +34,9 @@ QUICK = {
     "old": ["clip", "dlrm_sums", "gpt_chunk", "lstm_tagger", "resnet", "seq2seq_lstm", "swiglu"],
 }
 """For each exporter, the models that `make test` trains."""
+
+CHANGED = ["clip", "gpt_rope", "tied_small", "two_gn", "two_ln", "unet"]
+"""Models that the optimizer of the exporter changes: it merges, unties or folds parameters."""
 
 CASES = [(name, form) for form in EXPORTERS for name in ZOO if WHOLE or name in QUICK[form]]
 UNUSUAL = UNEXPORTED.keys() | REFUSED.keys()
@@ -65,6 +68,7 @@ def test_a_model_trains_as_in_pytorch(server: Client, rows: dict[tuple[str, str]
     rows[name, form] = "WRONG"
     try:
         rows[name, form] = f"right, {worst_error(server, example, info):.0e}"
+        assert not info.doubts
     finally:
         delete(server, name)
 
@@ -83,3 +87,20 @@ def test_what_pytorch_does_not_export(rows: dict[tuple[str, str], str], name: st
     with pytest.raises(Exception, match=re.escape(reason)):
         check_the_same(example, EXPORTERS[form](example))
     rows[name, form] = f"PyTorch: {reason}"
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_model_that_the_exporter_has_changed_has_doubts(server: Client, name: str) -> None:
+    info = put(server, ZOO[name], "default", optimized(ZOO[name]))
+    delete(server, name)
+    assert info.doubts
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if WHOLE and f"{name} default" not in UNUSUAL])
+def test_no_model_is_wrong_without_a_doubt(server: Client, name: str) -> None:
+    example = ZOO[name]
+    info = put(server, example, "optimized", optimized(example))
+    try:
+        assert info.doubts or worst_error(server, example, info)
+    finally:
+        delete(server, name)
