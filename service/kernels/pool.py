@@ -158,7 +158,13 @@ def average_pool_grad(
     ConvGrad, but SAME_UPPER and SAME_LOWER take no account of `dilations`, as in ONNX Runtime's AveragePool. Raises
     `ShapeMismatch`, `InvalidParameter`, `InvalidTensor` for a negative dimension and `TooManyDimensions`.
     """
-    given = {"strides": strides, "pads": pads, "dilations": dilations, "auto_pad": auto_pad, "ceil_mode": ceil_mode}
+    given: dict[str, Any] = {
+        "strides": strides,
+        "pads": pads,
+        "dilations": dilations,
+        "auto_pad": auto_pad,
+        "ceil_mode": ceil_mode,
+    }
     return spread_means(dY, shape, kernel_shape, count_include_pad, whole=True, **given)
 
 
