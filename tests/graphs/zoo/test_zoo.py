@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,11 +42,11 @@ CASES = [(name, form) for form in EXPORTERS for name in ZOO if WHOLE or name in 
 UNUSUAL = UNEXPORTED.keys() | REFUSED.keys()
 
 
-def cases(*tables: dict[str, str]) -> pytest.MarkDecorator:
-    """Parametrize with the exports that these tables have, by default with those that no table has."""
-    has = {key for table in tables for key in table}
-    chosen = [case for case in CASES if (" ".join(case) in has if tables else " ".join(case) not in UNUSUAL)]
-    return pytest.mark.parametrize(("name", "form"), chosen, ids=[" ".join(case) for case in chosen])
+def cases(table: Collection[str] | None = None) -> pytest.MarkDecorator:
+    """Parametrize with the exports in this table, by default with those in none."""
+    named = {f"{name} {form}": (name, form) for name, form in CASES}
+    chosen = [key for key in named if (key in table if table is not None else key not in UNUSUAL)]
+    return pytest.mark.parametrize(("name", "form"), [named[key] for key in chosen], ids=chosen)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,10 @@ def test_a_model_that_the_exporter_has_changed_has_doubts(server: Client, name: 
 @pytest.mark.parametrize("name", [name for name in ZOO if WHOLE and f"{name} default" not in UNUSUAL])
 def test_no_model_is_wrong_without_a_doubt(server: Client, name: str) -> None:
     example = ZOO[name]
+    if name == "densenet":  # one of its scales has become a running statistic
+        with pytest.raises(InvalidInput, match="optimize=False"):
+            put(server, example, "optimized", optimized(example))
+        return
     info = put(server, example, "optimized", optimized(example))
     try:
         assert info.doubts or worst_error(server, example, info)
