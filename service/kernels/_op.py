@@ -80,6 +80,11 @@ class Operator:
         return any(attribute.required for attribute in self.attributes)
 
     @cached_property
+    def draws_a_seed(self) -> bool:
+        """Whether a call without the attribute `seed` draws one."""
+        return any(attribute.name == "seed" and attribute.default is None for attribute in self.attributes)
+
+    @cached_property
     def groups(self) -> frozenset[str]:
         """The names of the inputs that are groups."""
         return frozenset(tensor.name for tensor in self.inputs if tensor.group)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from service.api.operators import rest
-from service.api.operators import run as pipeline
+from service.api.operators import step as pipeline
 from service.api.telemetry.metrics import KERNEL_SECONDS, OPERATOR_REQUESTS
 from service.dtypes import Array
 from service.errors import NothingToAverage

@@ -108,6 +108,11 @@ class Job(NamedTuple):
     parts: Mapping[str, Part] = {}
     """Where outputs go in shared memory."""
 
+    @property
+    def size(self) -> int:
+        """The bytes that the request has brought."""
+        return len(self.body) + len(self.shared)
+
 
 def unknown_operator(name: str) -> UnknownOperator:
     """Return the error of a name that no operator has. It suggests a name that is almost the same, or goes on."""

@@ -33,7 +33,9 @@ from service.api.operators.planned import planned
 from service.api.operators.protocol_models import BufferParameters
 from service.api.operators.run import Result, is_small, run
 from service.api.operators.shared_memory import SCOPE, read_inputs
+from service.api.operators.step import step
 from service.codecs import open_inference as codec
+from service.codecs.json import Encoding
 from service.codecs.parts import SharedInput
 from service.dtypes import DTYPES
 from service.errors import (
@@ -117,7 +119,11 @@ async def infer(call: CurrentCall, op: str) -> Answer:
         call.caller.require(SCOPE)
         inline = is_small(call, sum(one.part.size for one in shared.values()))
         job = await call.offload(inline, read_inputs, call, job, shared)
-    result = await run(call, job, "list" if reply.is_text else None, reply.binary)
+    encoding: Encoding | None = "list" if reply.is_text else None
+    if job.buffers is NO_BUFFERS:
+        result = await run(call, job, encoding, reply.binary)
+    else:
+        result = await step(call, job, encoding, reply.binary)
     if not result.is_large(reply.is_text):
         return _encode(call, operator, result, reply)
     return await call.offload(False, _encode, call, operator, result, reply, changed=bool(result.receipts))

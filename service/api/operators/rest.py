@@ -22,10 +22,11 @@ from service.api.http.routing import access
 from service.api.http.tensor_forms import read_tensor
 from service.api.operators import openapi
 from service.api.operators.descriptions import NotServed, OperatorInfo, OperatorList, describe
-from service.api.operators.job import BufferUse, Job, buffers_of, is_output, unknown_operator
+from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of, is_output, unknown_operator
 from service.api.operators.models import attribute_fields
 from service.api.operators.onnx_names import NOT_SERVED
 from service.api.operators.run import Result, run
+from service.api.operators.step import step
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import Array
@@ -130,7 +131,10 @@ async def answer_body(
     given, inline = (call, operator, query, body), is_quick(text, sent != JSON, operator.has_groups)
     job, form = decode(*given) if inline else await call.decode_in_pool(text, decode, *given)
     encoding = (query.encoding or form) if answers == JSON else None
-    result = await run(call, job, encoding)
+    if job.buffers is NO_BUFFERS:
+        result = await run(call, job, encoding)
+    else:
+        result = await step(call, job, encoding)
     if not result.is_large(encoding is not None):
         return encode(call, operator, result, encoding)
     return await call.offload(False, encode, call, operator, result, encoding, changed=bool(result.receipts))

@@ -1,4 +1,4 @@
-"""Running a job: inputs from buffers, the kernel, and outputs to the answer, to shared memory and to buffers."""
+"""Running a job without buffers: the kernel, and outputs to the answer or to shared memory. `step` runs the others."""
 
 from __future__ import annotations
 
@@ -7,36 +7,23 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import xxhash
 
-from service.api.buffers.preconditions import key_of, recalled, refuse_headers
-from service.api.buffers.receipts import replayed
+from service.api.buffers.preconditions import refuse_headers
 from service.api.http.answer import AnswerForm
 from service.api.http.body import INLINE_MEMBERS
 from service.api.http.call import Call
 from service.api.http.negotiation import wanted_coding
 from service.api.http.offload import ALONE_BYTES, INLINE_BYTES, INLINE_HALF_BYTES, INLINE_TEXT_BYTES
-from service.api.operators.job import Job, Use, chosen
+from service.api.operators.job import Job, chosen
 from service.api.operators.shared_memory import write_outputs
-from service.api.operators.sources import read, until_closed
-from service.api.operators.targets import changes_of, kept_of
-from service.buffers import failpoints
-from service.buffers.changes import Change
-from service.buffers.names import BufferName
-from service.buffers.perform import Outcome, check_same_buffer, counted_once
-from service.buffers.record import Key, Known, Receipt
+from service.buffers.record import Receipt
 from service.codecs import json as json_codec
-from service.codecs import safetensors
 from service.dtypes import Array
 from service.engine.engine import Reserve
-from service.errors import Busy, GradserveError, SourceChanged, StepGone
 
 _warm: set[str] = set()
 """The operators that have computed in this process. The first time a kernel may import what most servers never need."""
-
-MAX_ATTEMPTS = 5
-"""Times that a step is computed whose sources change meanwhile: steps of others that share them go first."""
 
 
 class Result(NamedTuple):
@@ -56,108 +43,26 @@ class Result(NamedTuple):
         return as_text and sum([output.nbytes for output in self.outputs.values()]) > INLINE_TEXT_BYTES
 
 
-class _Computed(NamedTuple):
-    """The result of a job before buffers change: the outputs to answer, and the changes, computed from the sources."""
-
-    answered: Mapping[str, Array]
-    changes: Sequence[Change]
-    sources: Mapping[Use, str]
-    """The state of the buffer of each source."""
-    key: Key | None
-    outcome: Outcome | None = None
-    """The outcome of a repeated request whose answer is known; it needs no other step."""
-
-
 async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary: Collection[str] = ()) -> Result:
-    """Run the job, and bring the outputs that it names to their buffers. A repeated job does so once.
-
-    If it writes over buffers and a source changes meanwhile, it runs again, `MAX_ATTEMPTS` times at most: then it
-    raises `SourceChanged`. Memory for the answer is reserved before buffers change: its outputs are JSON, except those
-    in `binary`, or, without an `encoding`, bytes.
-    """
-    use = job.buffers
-    _check(call, job)
+    """Run a job that names no buffer. Its outputs are JSON, except those in `binary`, or bytes without `encoding`."""
+    refuse_headers(call, "If-None-Match", "If-Match")
     call.spent.setdefault("queue", 0)
-    key = None
-    if any(one.step is not None for one in use.sources):
-        key = await call.offload(_size(job) <= INLINE_BYTES, _key, call, job)
-        await until_closed(call, job, key)
-        call.start_clock()
-    for _ in range(MAX_ATTEMPTS - 1):
-        held = call.reservation.bytes
-        try:
-            return await _attempt(call, job, key, encoding, binary)
-        except SourceChanged:
-            call.give_back(call.reservation.bytes - held)
-    return await _attempt(call, job, key, encoding, binary)
+    inline = computes_at_once(call, job)
+    outputs = await call.offload(inline, compute, call, job, job.tensors, job.wanted, inline)
+    return Result(outputs, coding=reserve_answer(call, outputs, encoding, binary))
 
 
-async def _attempt(
-    call: Call, job: Job, key: Key | None, encoding: json_codec.Encoding | None, binary: Collection[str]
-) -> Result:
-    use = job.buffers
-    inline = not use.sources and computes_at_once(call, job) and not (use.targets and call.store.blocks)
-    work = call, job, inline, key
-    if inline:
-        computed = _compute(*work)
-    else:
-        computed = await call.offload(False, _compute, *work)
-        _warm.add(job.operator.name)
-    answered = computed.answered
-    coding = None
-    if encoding is not None:
-        coding = wanted_coding(call, encoding)
-        form = AnswerForm(encoding, coding)
-        as_bytes = {*chosen(answered, binary)} if binary else ()
-        texts = [output for name, output in answered.items() if name not in as_bytes]
-        call.reserve(sum([form.extra_bytes(output.shape, output.dtype) for output in texts]))
-    if not use.targets:
-        return Result(answered, coding=coding)
-    outcome = computed.outcome
-    if outcome is None:
-        kept = b"" if computed.key is None else kept_of(answered)
-        failpoints.hit("computed")
-        states = [] if kept else [*computed.sources.values()]
-        outcome = await call.submit(computed.changes, computed.key, states, answer=kept, by_prefix=use.by_prefix)
-        if outcome.answer:
-            answered = _restored(call, job, outcome.answer)
-        elif answered:
-            _check_unchanged(computed.sources, outcome.sources, outcome.receipts)
-    receipts = {use.output_of(buffer): receipt for buffer, receipt in outcome.receipts.items()}
-    return Result(answered, receipts, replayed(outcome), coding)
-
-
-def _check(call: Call, job: Job) -> None:
-    """Raise `Forbidden`, and `InvalidParameter` for headers that this job would ignore."""
-    if job.buffers.sources:
-        call.caller.require("buffers:read")
-    if job.buffers.targets:
-        call.caller.require("buffers:write")
-    if b"if-match" in call.headers or b"if-none-match" in call.headers:
-        is_one = len(job.buffers.targets) == 1 and not job.buffers.by_prefix
-        refuse_headers(call, "If-None-Match", *([] if is_one else ["If-Match"]))
-
-
-def _size(job: Job) -> int:
-    """Return the bytes that the request has brought."""
-    return len(job.body) + len(job.shared)
-
-
-def _answered(job: Job) -> Sequence[str]:
-    """Return the outputs that the answer has, rather than a buffer; of a group in part, the group."""
-    names: Sequence[str] = job.operator.output_names if job.wanted is None else job.wanted
-    return [name for name in names if job.buffers.target_of(name) is None]
-
-
-def _is_answered(job: Job, name: str, output: Any) -> bool:
-    """Whether the answer has the output. It goes to no buffer, or it is one number that the request names: a loss."""
-    is_number = isinstance(output, np.ndarray) and output.size == 1
-    return job.buffers.target_of(name) is None or (is_number and name in (job.wanted or ()))
-
-
-def _key(call: Call, job: Job) -> Key | None:
-    """Return the idempotency key of a job that changes buffers."""
-    return key_of(call, job.body, job.shared) if job.buffers.targets else None
+def reserve_answer(
+    call: Call, outputs: Mapping[str, Array], encoding: json_codec.Encoding | None, binary: Collection[str]
+) -> str | None:
+    """Reserve memory for the outputs that leave as JSON. Return how the answer is compressed."""
+    if encoding is None:
+        return None
+    form = AnswerForm(encoding, wanted_coding(call, encoding))
+    as_bytes = {*chosen(outputs, binary)} if binary else ()
+    texts = [output for name, output in outputs.items() if name not in as_bytes]
+    call.reserve(sum([form.extra_bytes(output.shape, output.dtype) for output in texts]))
+    return form.coding
 
 
 def is_small(call: Call, size: int) -> bool:
@@ -167,7 +72,7 @@ def is_small(call: Call, size: int) -> bool:
 
 def computes_at_once(call: Call, job: Job) -> bool:
     """Return whether the event loop may compute the job: the way to the pool would take as long."""
-    size = _size(job)
+    size = job.size
     if job.operator.multiply_adds is not None or len(job.tensors) > INLINE_MEMBERS or not is_small(call, size):
         return False
     if size > INLINE_HALF_BYTES and any(tensor.dtype.itemsize == 2 for tensor in job.tensors.values()):
@@ -175,90 +80,43 @@ def computes_at_once(call: Call, job: Job) -> bool:
     return job.operator.name in _warm
 
 
-def _compute(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:
-    began = time.perf_counter_ns()
-    computed = _computed(call, job, inline, key or _key(call, job))
-    call.spent["kernel"] = time.perf_counter_ns() - began
-    return computed
+def compute(
+    call: Call,
+    job: Job,
+    tensors: Mapping[str, Array],
+    wanted: Sequence[str] | None,
+    inline: bool,
+    *,
+    in_pieces: bool = False,
+) -> Mapping[str, Any]:
+    """Run the kernel, and write the outputs that go to shared memory. `in_pieces`: a sparse output need not be whole.
 
-
-def _computed(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:
-    """Compute the outputs, with inputs from buffers, unless the request only repeats a change."""
-    use = job.buffers
-    # A request that names no buffer by a prefix may be known without the names of its buffers.
-    names = [] if use.by_prefix else [one.buffer for one in use.targets]
-    known = recalled(call.store, key, names)
-    if (repeated := _repeated(call, job, key, known)) is not None:
-        return repeated
-    try:
-        held, sources = read(call, job) if use.sources else ({}, {})
-        tensors = {**job.tensors, **held} if held else job.tensors
-        if known is not None:
-            _check_unchanged(sources, known.sources, known.receipts)
-        outputs = _outputs(call, job, tensors, inline)
-        if not use.targets:
-            return _Computed(outputs, (), sources, key)
-        answered = {name: output for name, output in outputs.items() if _is_answered(job, name, output)}
-        return _Computed(answered, changes_of(call, use, outputs, sources), sources, key)
-    except GradserveError as error:
-        if known is None:  # another may have made the same request meanwhile
-            repeated = _repeated(call, job, key, recalled(call.store, key, names))
-            if repeated is not None:
-                return repeated
-            raise
-        if isinstance(error, (StepGone, Busy)):
-            raise
-        raise counted_once(str(error), known.receipts) from None
-
-
-def _repeated(call: Call, job: Job, key: Key | None, known: Known | None) -> _Computed | None:
-    """Return the result of a request that is known with all that it answered; else None.
-
-    Raises `StepGone` if a buffer that it has changed was deleted and created again.
+    Memory beyond the size of the inputs is reserved before it is allocated. In the event loop the kernel uses one
+    thread, unless the tensors are large. Raises `Busy` and the errors of `Engine.run` and `write`.
     """
-    if known is None or not (known.answer or not _answered(job)):
-        return None
-    for record in call.store.look({BufferName(call.store.namespace, name) for name in known.receipts}).values():
-        check_same_buffer(record, known)
-    answered = _restored(call, job, known.answer) if known.answer else {}
-    return _Computed(answered, (), {}, key, Outcome(known.receipts, replayed=True))
-
-
-def _restored(call: Call, job: Job, kept: bytes) -> Mapping[str, Array]:
-    """Return the outputs that were answered to the original request."""
-    outputs = safetensors.decode(memoryview(kept), call.engine.limits)
+    began, attributes = time.perf_counter_ns(), _attributes(call, job)
+    outputs: Mapping[str, Any]
+    if in_pieces and job.operator.sparse is not None:
+        (name,) = job.operator.output_names
+        outputs = {name: call.engine.in_pieces(job.operator, tensors, attributes, _beyond_body(call, job))}
+    elif inline and job.size <= INLINE_BYTES:
+        outputs = call.engine.run(job.operator, tensors, attributes, wanted, alone=True)
+    else:
+        outputs = call.engine.run(job.operator, tensors, attributes, wanted, reserve=_beyond_body(call, job))
+    if not inline:
+        _warm.add(job.operator.name)
     if job.parts:
         write_outputs(call, job.parts, outputs)
+    call.spent["kernel"] = time.perf_counter_ns() - began
     return outputs
 
 
 def _attributes(call: Call, job: Job) -> Mapping[str, Any]:
     """Return the attributes. A seed that the request leaves out follows from its key: a retry has the same bits."""
-    has_seed = any(one.name == "seed" and one.default is None for one in job.operator.attributes)
-    if not has_seed or job.attributes.get("seed") is not None:
+    if not job.operator.draws_a_seed or job.attributes.get("seed") is not None:
         return job.attributes
     key = call.headers.get(b"idempotency-key")
     return {**job.attributes, "seed": secrets.randbits(31) if key is None else xxhash.xxh32_intdigest(key) >> 1}
-
-
-def _outputs(call: Call, job: Job, tensors: Mapping[str, Array], inline: bool) -> Mapping[str, Any]:
-    """Run the kernel, and write the outputs that go to shared memory.
-
-    Memory beyond the size of the inputs is reserved before it is allocated. In the event loop the kernel uses one
-    thread, unless the tensors are large. Raises `Busy` and the errors of `Engine.run` and `write`.
-    """
-    targets, attributes = [one.tensor for one in job.buffers.targets], _attributes(call, job)
-    wanted = [*_answered(job), *targets] if targets else job.wanted
-    if job.operator.sparse is not None and wanted == targets:
-        (name,) = targets
-        return {name: call.engine.in_pieces(job.operator, tensors, attributes, _beyond_body(call, job))}
-    if inline and _size(job) <= INLINE_BYTES:
-        outputs = call.engine.run(job.operator, tensors, attributes, wanted, alone=True)
-    else:
-        outputs = call.engine.run(job.operator, tensors, attributes, wanted, reserve=_beyond_body(call, job))
-    if job.parts:
-        write_outputs(call, job.parts, outputs)
-    return outputs
 
 
 def _beyond_body(call: Call, job: Job) -> Reserve:
@@ -266,7 +124,7 @@ def _beyond_body(call: Call, job: Job) -> Reserve:
 
     It raises `GraphTooSlow` once a graph has run for as long as its client waits.
     """
-    left, take = _size(job), call.reserve if call.graph is None else call.reserve_in_time
+    left, take = job.size, call.reserve if call.graph is None else call.reserve_in_time
 
     def reserve(size: int) -> None:
         nonlocal left
@@ -274,10 +132,3 @@ def _beyond_body(call: Call, job: Job) -> Reserve:
         left = max(0, left - size)
 
     return reserve
-
-
-def _check_unchanged(now: Mapping[Use, str], before: Sequence[str], receipts: Mapping[str, Receipt]) -> None:
-    """Raise `StepGone` if a source has changed since the original request, which read the states `before`."""
-    for (use, state), old in zip(now.items(), before, strict=False):  # a first request has no `before`
-        if old != state:
-            raise counted_once(f"its input, the buffer {use.buffer!r}, has changed since", receipts)
