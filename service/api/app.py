@@ -156,7 +156,8 @@ class Application(FastAPI):
         call.reservation.namespace = call.caller.namespace
         if call.method not in ("GET", "HEAD") and b"content-length" in call.headers:  # nobody reads the body of a GET
             size = int(call.headers[b"content-length"])  # the HTTP parser accepts only a number
-            services.admission.admit(call.reservation, size, services.engine)
+            if size > SMALL_BYTES:
+                services.admission.admit(call.reservation, size, services.engine)
 
     def _hold(self, call: Call, endpoint: Endpoint, answer: Answer) -> None:
         """Hold the bytes of the answer until the client has it. Raises `Busy` for a GET, which can be sent again.

@@ -88,8 +88,10 @@ class Engine:
         """Raise what `run` raises unless the tensors fit the operator and the limits."""
         _check_types(operator, tensors)
         for name, tensor in tensors.items():
-            self.limits.check(name, tensor.shape, tensor.dtype)
-        check_work(operator.name, operator.work(tensors, attributes))
+            if tensor.nbytes > self.limits.max_tensor_bytes or tensor.ndim > self.limits.max_dimensions:
+                self.limits.check(name, tensor.shape, tensor.dtype)
+        if operator.multiply_adds is not None:
+            check_work(operator.name, operator.work(tensors, attributes))
 
     def _allocate(self, shape: tuple[int, ...], dtype: DType) -> Array:
         self.limits.check(None, shape, dtype, label="The output")
@@ -99,8 +101,7 @@ class Engine:
 def check_known(operator: Operator, names: Iterable[str]) -> None:
     """Raise `UnknownTensor` unless each of `names` is an input of `operator`, or a tensor in a group of inputs."""
     for name in names:
-        tensor = operator.inputs_by_name.get(name)
-        if tensor is None or tensor.group:
+        if name in operator.groups or name not in operator.inputs_by_name:
             _check_member(operator, name)
 
 
@@ -144,6 +145,10 @@ def unknown_input(operator: Operator, name: str) -> UnknownTensor:
 def _check_types(operator: Operator, tensors: Mapping[str, Array]) -> None:
     """Raise `UnknownTensor`, `MissingTensor` or `DtypeMismatch` unless the names and dtypes of the tensors fit."""
     check_names(operator, tensors)
-    names = tensors if operator.has_groups else filter(tensors.__contains__, operator.inputs_by_name)
     known = operator.inputs_by_name
-    check_dtypes((name, known.get(name) or known[name.partition(".")[0]], tensors[name].dtype) for name in names)
+    if operator.has_groups:
+        check_dtypes(
+            [(name, known.get(name) or known[name.partition(".")[0]], tensors[name].dtype) for name in tensors]
+        )
+    else:
+        check_dtypes([(name, one, tensors[name].dtype) for name, one in known.items() if name in tensors])

@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 
@@ -91,7 +91,7 @@ def new_output(out: T | None, shape: tuple[int, ...], dtype: DType) -> T:
     if there is not enough memory.
     """
     if out is None:
-        return cast(T, _allocate("an output", _current.get().allocate, shape, dtype))
+        return _allocate("an output", _current.get().allocate, shape, dtype)  # type: ignore[return-value]
     if out.shape != shape or out.dtype != dtype or not (out.flags.c_contiguous and out.flags.writeable):
         raise ShapeMismatch(
             f"out must be a writeable C-contiguous {dtype} array of shape {list(shape)},"

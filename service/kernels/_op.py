@@ -139,7 +139,8 @@ class Operator:
         if wanted is not None and self.takes_wanted:
             known = {*self.output_names}  # a plain name may have a dot, too
             selection = {"wanted": [name if name in known else name.partition(".")[0] for name in wanted]}
-        result = self.kernel(*self._in_order(tensors), **self._in_python(attributes), **selection)
+        given = self._in_python(attributes) if self._renamed else attributes
+        result = self.kernel(*self._in_order(tensors), **given, **selection)
         results = dict(zip(self.output_names, result if isinstance(result, tuple) else (result,), strict=True))
         if self.has_groups:
             results = _flat(results)
@@ -178,8 +179,6 @@ class Operator:
         return {one.name: one.parameter for one in self.attributes if one.name != one.parameter}
 
     def _in_python(self, attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not self._renamed:
-            return attributes
         return {self._renamed.get(name, name): value for name, value in attributes.items()}
 
     def _in_order(self, tensors: Mapping[str, Array]) -> list[Any]:

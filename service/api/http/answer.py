@@ -94,7 +94,7 @@ class Answer(Response):
             await _send(call.send, self.status_code, headers, () if call.method == "HEAD" else self.pieces)
             call.sent = self.size
         else:
-            await call.exchange.answer(self.status_code, headers, self.pieces)
+            await call.exchange.answer(self.status_code, headers, self.pieces, self.size)
             call.sent = call.exchange.written
         call.spent["write"] = time.perf_counter_ns() - began
 

@@ -44,7 +44,8 @@ def authorize(call: Call, access: Access, keys: KeyFile | None, hosts: re.Patter
         )
     if keys is None:
         _refuse_other_hosts(call, hosts)
-        _refuse_other_sites(call)
+        if b"sec-fetch-site" in call.headers or b"origin" in call.headers:
+            _refuse_other_sites(call)
         return ANYONE
     if access.label == "metrics" and _metrics_are_open(call):
         return ANYONE

@@ -51,11 +51,12 @@ async def read_body(call: Call, head: int = 0) -> memoryview:
         _check_transfer_coding(call)
     body = None if call.exchange is None else call.exchange.body_at_hand()
     whole = await _received(call, head) if body is None else memoryview(body)
-    _check_size(call, len(whole))
-    if body is not None and len(whole) > SMALL_BYTES:
-        call.reserve(len(whole))
+    size = len(whole)
+    _check_size(call, size)
+    if body is not None and size > SMALL_BYTES:
+        call.reserve(size)
     call.spent["read"] = time.perf_counter_ns() - began
-    call.received = len(whole)
+    call.received = size
     if coding is None:
         return whole
     return await call.offload(False, inflate, whole, coding, call.settings.max_inflated_bytes, call.reserve)

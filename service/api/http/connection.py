@@ -239,7 +239,7 @@ class Connection(Wire):
         if exchange.is_started or self.client_ended:  # a wait is given up once its client sends no more
             self.end(at_once=True)
         else:
-            await exchange.answer(500, [CLOSES, (b"content-length", b"0")], ())
+            await exchange.answer(500, [CLOSES, (b"content-length", b"0")], (), 0)
 
     def _progressed(self) -> None:
         """Go on after the application has taken a part of the body, or has answered."""

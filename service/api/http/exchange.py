@@ -60,7 +60,7 @@ class Exchange:
     def __init__(self, wire: Wire, head: Head, progressed: Callable[[], None]) -> None:
         self._wire, self._progressed = wire, progressed
         self._is_head = head.method == "HEAD"
-        self._expects = head.version != "1.0" and head.has(b"expect", b"100-continue")
+        self._expects = b"expect" in head.last and head.version != "1.0" and head.has(b"expect", b"100-continue")
         self._arrival = asyncio.Event()  # set by a part of the body, and by the end
         self.body = bytearray()
         """The part of the body that has come and that the application has not taken."""
@@ -161,8 +161,8 @@ class Exchange:
 
     # ----- the answer -----
 
-    async def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], pieces: Pieces) -> None:
-        """Send the whole answer. If it is not joined, wait until all of it has left the process.
+    async def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], pieces: Pieces, size: int) -> None:
+        """Send the whole answer, of `size` bytes. If it is not joined, wait until all of it has left the process.
 
         During a large answer other connections have their turn. `headers` have a Content-Length. The connection ends
         after the answer if a header says so, or if the request's body is incomplete: its rest may never come.
@@ -171,7 +171,7 @@ class Exchange:
         if self.is_lost:
             return
         head, head_end = self._begin(status, headers)
-        self.written = size = 0 if self._is_head else sum(map(len, pieces))
+        self.written = size = 0 if self._is_head else size
         if size <= MAX_JOINED_BYTES:
             self._wire.transport.write(b"".join((head, head_end, *(pieces if size else ()))))
         else:
@@ -180,7 +180,10 @@ class Exchange:
             if not is_whole:
                 await self._write_by_turns(pieces)
             await self._wire.writable.wait()
-        self._complete()
+        if not self.is_lost:
+            self.is_complete = True
+            self._arrival.set()
+            self._progressed()
 
     def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
         """Return the head of the answer in two parts, and note that the answer begins."""
@@ -189,12 +192,6 @@ class Exchange:
             self.keeps_alive = False
         self.is_started, self._expects = True, False
         return head, b"\r\n" if self.keeps_alive or CLOSES in headers else b"connection: close\r\n\r\n"
-
-    def _complete(self) -> None:
-        if not self.is_lost:
-            self.is_complete = True
-            self._arrival.set()
-            self._progressed()
 
     async def _write_by_turns(self, pieces: Pieces) -> None:
         """Write the pieces in parts, as fast as the client reads; abort if that is too slow.

@@ -58,9 +58,10 @@ class Incoming:
 
     def take(self, count: int) -> memoryview:
         """Return the first `count` bytes, or all if there are fewer."""
+        count = count if count < self.size else self.size
         piece = memoryview(self._data)[self._start : self._start + count]
-        self._start += len(piece)
-        self.size -= len(piece)
+        self._start += count
+        self.size -= count
         if self.size < self._start:
             self._data, self._start = self._data[self._start :], 0  # free what may be much memory, with the piece
         return piece
@@ -89,8 +90,6 @@ class Head:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header without the white space behind its value. The parser refuses all but blanks and tabs."""
-        if len(self.headers) == MAX_HEADERS:
-            raise HeadTooLarge(f"The head of the request has more than {MAX_HEADERS} headers, the limit")
         self.headers.append((name.lower(), value.strip()))
 
     def on_headers_complete(self) -> None:
@@ -110,7 +109,7 @@ class Head:
 
     def has(self, name: bytes, word: bytes) -> bool:
         """Return whether a header of this name has the word; both are in lower case."""
-        return name in self.last and any(word in value.lower() for value in self.values(name))
+        return any(word in value.lower() for value in self.values(name))
 
     def check_host(self) -> None:
         """Raise `MalformedBody` unless the head has one valid Host, or none in HTTP/1.0 (RFC 9112, 3.2)."""
@@ -150,14 +149,17 @@ class HeadReader:
         upgraded = _feed(parser, piece)
         if self._size > MAX_HEAD_BYTES:
             raise HeadTooLarge(f"The head of the request has more than {MAX_HEAD_BYTES} bytes, the limit")
+        if len(head.headers) > MAX_HEADERS:
+            raise HeadTooLarge(f"The head of the request has more than {MAX_HEADERS} headers, the limit")
         self._check_line(piece)
         if not head.is_complete:
             return None
         head.method, head.version = parser.get_method().decode("ascii"), parser.get_http_version()
         head.check_host()
-        if not head.url.startswith(b"/"):
+        if head.url[:1] != b"/":
             head.replace_host()
-        head.keeps_alive = head.version == "1.1" and not upgraded and not head.has(b"connection", b"close")
+        closes = b"connection" in head.last and head.has(b"connection", b"close")
+        head.keeps_alive = head.version == "1.1" and not upgraded and not closes
         return head
 
     def _check_line(self, piece: memoryview) -> None:
@@ -175,15 +177,13 @@ class SizedBody:
 
     def __init__(self, length: int) -> None:
         self._left = length
-
-    @property
-    def is_complete(self) -> bool:
+        self.is_complete = not length
         """Whether the whole body has come."""
-        return not self._left
 
     def take(self, incoming: Incoming) -> memoryview:
         piece = incoming.take(self._left)
         self._left -= len(piece)
+        self.is_complete = not self._left
         return piece
 
 
@@ -285,8 +285,6 @@ def _feed(parser: httptools.HttpRequestParser, piece: bytes | memoryview) -> boo
     except httptools.HttpParserUpgrade:
         return True
     except httptools.HttpParserError as error:
-        if isinstance(error.__context__, HeadTooLarge):
-            raise error.__context__ from None
         raise unreadable(error) from None
     return False
 

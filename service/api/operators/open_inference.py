@@ -84,13 +84,11 @@ async def find_model(call: Call, name: str) -> Operator:
 
     Raises `UnknownOperator`, and what `planned` raises.
     """
-    operator, version = OPERATORS.get(name), call.parameters.get("version", VERSION)
-    if operator is None:
-        try:
-            operator = (await planned(call, name)).operator
-        except (UnknownGraph, InvalidParameter):
-            raise unknown_operator(name) from None
-    if version != VERSION:
+    try:
+        operator = OPERATORS[name] if name in OPERATORS else (await planned(call, name)).operator
+    except (UnknownGraph, InvalidParameter):
+        raise unknown_operator(name) from None
+    if (version := call.parameters.get("version", VERSION)) != VERSION:
         raise UnknownOperator(f"{name} has version {VERSION} only, not {shown(version)}", op=name)
     return operator
 
@@ -159,12 +157,12 @@ def _decode_tensors(operator: Operator, limits: Limits, length: int | None, body
             raise Invalid(f"{operator.name} has no output {shown(name)}; its outputs are {listed(operator.outputs)}")
         if name in request.parts and not is_known(name, operator.outputs):
             raise InvalidParameter(f"{name} is a group: name the place of each of its tensors", parameter="outputs")
-    binary = dict.fromkeys(operator.output_names, request.binary) if request.outputs is None else request.outputs
+    outputs = operator.output_names if wanted is None else wanted
+    in_bytes = [name for name in outputs if (request.binary if request.outputs is None else request.outputs[name])]
     attributes, buffers = _attributes(operator, request.parameters)
     for name in filter(buffers.target_of, request.parts):
         raise InvalidParameter(f"{name} goes to a buffer, so it cannot go to shared memory, too", parameter="into")
-    in_bytes = [name for name, is_binary in binary.items() if is_binary]
-    reply = Reply(request.id, in_bytes, not all(binary.values()), request.parts)
+    reply = Reply(request.id, in_bytes, len(in_bytes) < len(outputs), request.parts)
     job = Job(operator, body, request.tensors, attributes, wanted, buffers, parts=request.parts)
     return job, reply, request.shared
 

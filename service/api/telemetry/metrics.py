@@ -56,6 +56,7 @@ changes to the store, and send the answer."""
 
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 NANOSECONDS = tuple(round(bound * 1e9) for bound in SECONDS)
+_SUM = len(SECONDS) + 1  # the place of the sum in a histogram of seconds
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -218,16 +219,15 @@ class Metrics(Collector, Observer):
             self._failed(call)
         numbers[RECEIVED_BYTES.start] += call.received
         numbers[SENT_BYTES.start] += call.sent
-        self._observe(REQUEST_SECONDS.at[call.label], NANOSECONDS, nanoseconds, 1e-9)
-        starts, last = PHASE_SECONDS.at, PHASE_SECONDS.width - 1
-        for phase, spent in call.spent.items():  # as `_observe`, which takes twice as long
-            place = starts[phase]
-            numbers[place + bisect_left(NANOSECONDS, spent)] += 1
-            numbers[place + last] += spent * 1e-9
+        times = [(PHASE_SECONDS.at[phase], spent) for phase, spent in call.spent.items()]
+        times.append((REQUEST_SECONDS.at[call.label], nanoseconds))
         if call.operator is not None:
             numbers[OPERATOR_REQUESTS.at[call.operator] + status] += 1
             if "kernel" in call.spent:
-                self._observe(KERNEL_SECONDS.at[call.operator], NANOSECONDS, call.spent["kernel"], 1e-9)
+                times.append((KERNEL_SECONDS.at[call.operator], call.spent["kernel"]))
+        for place, spent in times:
+            numbers[place + bisect_left(NANOSECONDS, spent)] += 1
+            numbers[place + _SUM] += spent * 1e-9
 
     def _failed(self, call: Call) -> None:
         if call.status == Busy.status:
@@ -264,10 +264,10 @@ class Metrics(Collector, Observer):
             found[family.name] = {one: numbers[at : at + family.width] for one, at in family.places.items()}
         return Totals(found, [pid for _, pid in tables if pid is not None])
 
-    def _observe(self, place: int, buckets: Sequence[float], value: float, unit: float = 1.0) -> None:
+    def _observe(self, place: int, buckets: Sequence[float], value: float) -> None:
         numbers = self._numbers
         numbers[place + bisect_left(buckets, value)] += 1
-        numbers[place + len(buckets) + 1] += value * unit
+        numbers[place + len(buckets) + 1] += value
 
 
 def check_workers(directory: Path, count: int) -> None:
