@@ -195,7 +195,7 @@ class Application(FastAPI):
         self.services.admission.release(call.reservation)
         if exchange is not None and exchange.is_refused:
             call.status, call.code = MalformedBody.status, MalformedBody.code
-        elif exchange is not None and exchange.is_abandoned():
+        elif exchange is not None and exchange.is_lost and not exchange.is_complete:  # before it had the whole answer
             call.status, call.code = CLIENT_GONE, None
         spent = time.perf_counter_ns() - call.started
         for observer in self.observers:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import binascii
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import orjson
@@ -244,20 +245,21 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(f'{text} is not JSON; write the string "{text}"')
 
 
-def members_of(value: Any, title: str, most: int = MAX_MEMBERS) -> Iterator[tuple[str, Any]]:
-    """Yield the members of an object. Raises `MalformedBody`, also for two members of one name; `title` names it."""
+def members_of(value: Any, title: str, most: int = MAX_MEMBERS) -> list[tuple[str, Any]]:
+    """Return the members of an object. Raises `MalformedBody`, also for two members of one name; `title` names it."""
     if not isinstance(value, OBJECTS):
         raise MalformedBody(f"{title} is JSON, but not an object")
-    if not isinstance(value, Pairs) and len(value) > most:
+    is_pairs = type(value) is Pairs
+    if not is_pairs and len(value) > most:
         raise MalformedBody(f"{title} has {len(value)} members; the limit is {most}", limit=most)
-    seen = set()
-    for name, member in value if isinstance(value, Pairs) else ((name, None) for name in value):
-        if name in seen:
-            raise MalformedBody(f"{title} has two members named {shown(name)}")
+    names = [name for name, _ in value] if is_pairs else [*value]
+    if len({*names}) < len(names):
+        twice = next(name for name, times in Counter(names).items() if times > 1)
+        raise MalformedBody(f"{title} has two members named {shown(twice)}")
+    for name in names:
         if "\0" in name:  # simdjson would look up only the part before it
             raise MalformedBody(f"{title} has a member named {shown(name)}, with a null character")
-        seen.add(name)
-        yield name, member if isinstance(value, Pairs) else value[name]
+    return [*value] if is_pairs else [(name, value[name]) for name in names]
 
 
 def _read_member(name: str, value: Any, limits: Limits) -> Any:

@@ -86,7 +86,13 @@ class Engine:
 
     def _check(self, operator: Operator, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> None:
         """Raise what `run` raises unless the tensors fit the operator and the limits."""
-        _check_types(operator, tensors)
+        check_names(operator, tensors)
+        known = operator.inputs_by_name
+        if operator.has_groups:
+            given = [(name, known.get(name) or known[name.partition(".")[0]], tensors[name].dtype) for name in tensors]
+        else:
+            given = [(name, one, tensors[name].dtype) for name, one in known.items() if name in tensors]
+        check_dtypes(given)
         for name, tensor in tensors.items():
             if tensor.nbytes > self.limits.max_tensor_bytes or tensor.ndim > self.limits.max_dimensions:
                 self.limits.check(name, tensor.shape, tensor.dtype)
@@ -140,15 +146,3 @@ def unknown_input(operator: Operator, name: str) -> UnknownTensor:
     """Return the error of a name that no input has."""
     inputs = ", ".join(tensor.name + ".NAME" * tensor.group for tensor in operator.inputs)
     return UnknownTensor(f"{operator.name} has no input {shown(name)}; its inputs are {inputs}", tensor=name)
-
-
-def _check_types(operator: Operator, tensors: Mapping[str, Array]) -> None:
-    """Raise `UnknownTensor`, `MissingTensor` or `DtypeMismatch` unless the names and dtypes of the tensors fit."""
-    check_names(operator, tensors)
-    known = operator.inputs_by_name
-    if operator.has_groups:
-        check_dtypes(
-            [(name, known.get(name) or known[name.partition(".")[0]], tensors[name].dtype) for name in tensors]
-        )
-    else:
-        check_dtypes([(name, one, tensors[name].dtype) for name, one in known.items() if name in tensors])

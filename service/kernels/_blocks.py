@@ -137,7 +137,7 @@ def block_length(dtype: DType, temporaries: int = 1) -> int:
     """Return how many elements of one tensor a block has. A formula with more `temporaries` has smaller blocks."""
     if dtype.itemsize == 2:
         return NARROW_BLOCK_LENGTH
-    return min(BLOCK_BYTES, TEMPORARIES_BYTES // max(1, temporaries)) // dtype.itemsize
+    return min(BLOCK_BYTES, TEMPORARIES_BYTES // (temporaries or 1)) // dtype.itemsize
 
 
 def share_out(function: Callable[[int], None], count: int) -> None:

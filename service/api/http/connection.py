@@ -183,21 +183,12 @@ class Connection(Wire):
             self.pause_reading(not self.is_paused)
 
     def _take_head(self) -> None:
-        """Take a head, and start its request."""
+        """Take a head, and create the task of its request. `_advance` adds the body at hand before the task runs."""
         self._reader = self._reader or HeadReader()
         head = self._reader.take(self._incoming)
         if head is None:
             return
         self._reader, self._url, self.due, self.has_asked = None, head.url, math.inf, True
-        self._start(head)
-
-    def _take_body(self, exchange: Exchange) -> None:
-        piece = self._body.take(self._incoming)
-        if piece or self._body.is_complete:
-            exchange.add_body(piece, more=not self._body.is_complete)
-
-    def _start(self, head: Head) -> None:
-        """Create the task of the application. `_advance` adds the body at hand before the task runs."""
         self._body = body_of(head)
         self._exchange = exchange = Exchange(self, head, self._progressed)
         scope = self._scope_of(head, exchange)
@@ -207,6 +198,11 @@ class Connection(Wire):
         task = self.loop.create_task(self._run(exchange, scope))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+
+    def _take_body(self, exchange: Exchange) -> None:
+        piece = self._body.take(self._incoming)
+        if piece or self._body.is_complete:
+            exchange.add_body(piece, more=not self._body.is_complete)
 
     def _scope_of(self, head: Head, exchange: Exchange) -> Scope:
         path, query = split(head.url)

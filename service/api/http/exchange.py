@@ -84,17 +84,9 @@ class Exchange:
         if self._receiver is not None:
             self._receiver.settle(False)
 
-    def awaits_continue(self) -> bool:
-        """Return whether the client waits for `100 Continue` before it sends the body."""
-        return self._expects and self.more_body
-
-    def is_abandoned(self) -> bool:
-        """Return whether the client left before it had the whole answer."""
-        return self.is_lost and not self.is_complete
-
     def _send_continue(self) -> bool:
         """Send `100 Continue` if the client waits for it; return whether it did."""
-        waits, self._expects = self.awaits_continue(), False
+        waits, self._expects = self._expects and self.more_body, False
         if waits:
             self._wire.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         return waits

@@ -164,7 +164,7 @@ class HeadReader:
 
     def _check_line(self, piece: memoryview) -> None:
         """Raise `MalformedBody` if the first line is complete, and not that of a request in HTTP/1.1 or HTTP/1.0."""
-        if not self._line.endswith(b"\n"):
+        if self._line[-1:] != b"\n":
             line, end, _ = (self._line + piece).lstrip(b"\r\n").partition(b"\n")
             self._line = line + end
             if end and not self._line.endswith(VERSIONS):

@@ -42,11 +42,14 @@ class Envelope(BaseModel):
         return self
 
 
+_MEMBERS = [*Envelope.model_fields]
+
+
 def _envelope(name: str, members: dict[str, Any]) -> Envelope:
     """Return the tensor `name` of a request. Raises `InvalidTensor`."""
     for member in members:  # pydantic would make an error of each
-        if member not in Envelope.model_fields:
-            known = ", ".join(Envelope.model_fields)
+        if member not in _MEMBERS:
+            known = ", ".join(_MEMBERS)
             raise InvalidTensor(f"{name}.{member} is unknown; the members of a tensor are {known}", tensor=name)
     try:
         return Envelope.model_validate(members)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from service.api.operators.onnx_names import IN_GRAPHS, NOT_SERVED, ONNX
 from service.buffers.names import NAME, check_name
 from service.buffers.steps import check_contributor
+from service.codecs.json import Encoding
 from service.codecs.parts import Part
 from service.dtypes import FLOATS, Array
 from service.errors import DtypeMismatch, InvalidParameter, UnknownOperator, shown
@@ -98,20 +99,21 @@ class Job(NamedTuple):
     operator: Operator
     body: memoryview
     """The bytes of the tensors; most tensors are views of them."""
+    size: int
+    """The bytes that the request has brought, in its body and in shared memory."""
     tensors: Mapping[str, Array]
     attributes: Mapping[str, Any]
     wanted: Sequence[str] | None
     """The outputs to compute; None means all."""
     buffers: BufferUse = NO_BUFFERS
+    encoding: Encoding | None = None
+    """How the answer writes outputs in JSON; None: all of them are bytes."""
+    binary: Collection[str] = ()
+    """The outputs that are bytes behind the JSON of the answer."""
     shared: memoryview = memoryview(b"")
     """The bytes of the inputs that were in shared memory."""
     parts: Mapping[str, Part] = {}
     """Where outputs go in shared memory."""
-
-    @property
-    def size(self) -> int:
-        """The bytes that the request has brought."""
-        return len(self.body) + len(self.shared)
 
 
 def unknown_operator(name: str) -> UnknownOperator:

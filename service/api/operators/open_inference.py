@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter
@@ -64,19 +64,8 @@ MAX_PARAMETER_CHARACTERS = 1 << 12
 """Characters of a parameter that is text: a name of a buffer for each tensor of an operator takes 2,500."""
 
 
-class Reply(NamedTuple):
-    """The form of an answer: its id, and the outputs that travel as bytes."""
-
-    id: str | None
-    binary: Sequence[str]
-    is_text: bool
-    """Whether any output travels as text."""
-    shared: Collection[str] = ()
-    """The outputs that went to shared memory."""
-
-
-Decoded: TypeAlias = tuple[Job, Reply, Mapping[str, SharedInput]]
-"""A job, the form of its answer, and the inputs that are in shared memory."""
+Decoded: TypeAlias = tuple[Job, str | None, Mapping[str, SharedInput]]
+"""A job, the id of its request, and the inputs that are in shared memory."""
 
 
 async def find_model(call: Call, name: str) -> Operator:
@@ -112,19 +101,15 @@ async def infer(call: CurrentCall, op: str) -> Answer:
     if op not in OPERATORS:
         call.operator, call.graph = GRAPHS, op
     text, given = body[:length], (call, operator, length, body)
-    job, reply, shared = _decode(*given) if is_quick(text) else await call.decode_in_pool(text, _decode, *given)
+    job, identity, shared = _decode(*given) if is_quick(text) else await call.decode_in_pool(text, _decode, *given)
     if shared or job.parts:
         call.caller.require(SCOPE)
         inline = is_small(call, sum(one.part.size for one in shared.values()))
         job = await call.offload(inline, read_inputs, call, job, shared)
-    encoding: Encoding | None = "list" if reply.is_text else None
-    if job.buffers is NO_BUFFERS:
-        result = await run(call, job, encoding, reply.binary)
-    else:
-        result = await step(call, job, encoding, reply.binary)
-    if not result.is_large(reply.is_text):
-        return _encode(call, operator, result, reply)
-    return await call.offload(False, _encode, call, operator, result, reply, changed=bool(result.receipts))
+    result = await (run(call, job) if job.buffers is NO_BUFFERS else step(call, job))
+    if not result.is_large(job.encoding is not None):
+        return _encode(call, job, result, identity)
+    return await call.offload(False, _encode, call, job, result, identity, changed=bool(result.receipts))
 
 
 def _header_length(call: Call) -> int | None:
@@ -142,7 +127,7 @@ def _decode(call: Call, operator: Operator, length: int | None, body: memoryview
     began = time.perf_counter_ns()
     limits = call.engine.limits
     if length == 0:
-        decoded: Decoded = *_decode_raw(operator, limits, body), {}
+        decoded: Decoded = _decode_raw(operator, limits, body), None, {}
     else:
         decoded = _decode_tensors(operator, limits, length, body)
     call.spent["decode"] = time.perf_counter_ns() - began
@@ -162,12 +147,13 @@ def _decode_tensors(operator: Operator, limits: Limits, length: int | None, body
     attributes, buffers = _attributes(operator, request.parameters)
     for name in filter(buffers.target_of, request.parts):
         raise InvalidParameter(f"{name} goes to a buffer, so it cannot go to shared memory, too", parameter="into")
-    reply = Reply(request.id, in_bytes, len(in_bytes) < len(outputs), request.parts)
-    job = Job(operator, body, request.tensors, attributes, wanted, buffers, parts=request.parts)
-    return job, reply, request.shared
+    encoding: Encoding | None = "list" if len(in_bytes) < len(outputs) else None
+    tensors, parts = request.tensors, request.parts
+    job = Job(operator, body, len(body), tensors, attributes, wanted, buffers, encoding, in_bytes, parts=parts)
+    return job, request.id, request.shared
 
 
-def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> tuple[Job, Reply]:
+def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> Job:
     """Read a body that is the bytes of the only input, in its default dtype, of rank 1."""
     needed = [tensor for tensor in operator.inputs if not tensor.optional]
     if len(needed) != 1 or needed[0].group:
@@ -178,14 +164,14 @@ def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> tuple[J
     name, dtype = needed[0].name, DTYPES[needed[0].kind.default]
     tensor = codec.decode_raw(name, dtype, body, limits)
     attributes, _ = _attributes(operator, {})
-    return Job(operator, body, {name: tensor}, attributes, None), Reply(None, operator.output_names, False)
+    return Job(operator, body, len(body), {name: tensor}, attributes, None, binary=operator.output_names)
 
 
-def _encode(call: Call, operator: Operator, result: Result, reply: Reply) -> Answer:
-    began = time.perf_counter_ns()
+def _encode(call: Call, job: Job, result: Result, identity: str | None) -> Answer:
+    began, operator = time.perf_counter_ns(), job.operator
     parameters = receipts_text(result.receipts) if result.receipts else {}
-    binary = {*chosen(result.outputs, reply.binary)} if operator.has_groups else reply.binary
-    pieces, length = codec.encode(operator.name, reply.id, result.outputs, binary, parameters, reply.shared)
+    binary = {*chosen(result.outputs, job.binary)} if operator.has_groups else job.binary
+    pieces, length = codec.encode(operator.name, identity, result.outputs, binary, parameters, job.parts)
     if length is None:
         answer = Answer(pieces, JSON, result.fields).coded(result.coding)
     else:

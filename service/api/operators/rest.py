@@ -128,22 +128,16 @@ async def answer_body(
     """Answer a request whose body has been read. `types` are the media types of the body and of the answer."""
     sent, answers = types
     decode, text = (decode_json, body) if sent == JSON else (decode_safetensors, header_of(body))
-    given, inline = (call, operator, query, body), is_quick(text, sent != JSON, operator.has_groups)
-    job, form = decode(*given) if inline else await call.decode_in_pool(text, decode, *given)
-    encoding = (query.encoding or form) if answers == JSON else None
-    if job.buffers is NO_BUFFERS:
-        result = await run(call, job, encoding)
-    else:
-        result = await step(call, job, encoding)
-    if not result.is_large(encoding is not None):
-        return encode(call, operator, result, encoding)
-    return await call.offload(False, encode, call, operator, result, encoding, changed=bool(result.receipts))
+    given, inline = (call, operator, query, answers, body), is_quick(text, sent != JSON, operator.has_groups)
+    job = decode(*given) if inline else await call.decode_in_pool(text, decode, *given)
+    result = await (run(call, job) if job.buffers is NO_BUFFERS else step(call, job))
+    if not result.is_large(job.encoding is not None):
+        return encode(call, job, result)
+    return await call.offload(False, encode, call, job, result, changed=bool(result.receipts))
 
 
-def decode_json(
-    call: Call, operator: Operator, query: EndpointQuery, body: memoryview
-) -> tuple[Job, json_codec.Encoding]:
-    """Read the job from a JSON body. Return it with the default form of tensors in a JSON answer."""
+def decode_json(call: Call, operator: Operator, query: EndpointQuery, answers: str, body: memoryview) -> Job:
+    """Read the job from a JSON body. By default a JSON answer writes tensors as the body does."""
     began = time.perf_counter_ns()
     # A request needs no body if all its inputs come from buffers.
     text = body if len(body) or not query.sources else b"{}"
@@ -151,9 +145,9 @@ def decode_json(
     buffers = _buffers(operator, query)
     tensors = _read_tensors(operator, document)
     document.finish()
-    job = _job(operator, query, body, tensors, buffers)
+    job = _job(operator, query, answers, body, tensors, buffers, document.encoding)
     call.spent["decode"] = time.perf_counter_ns() - began
-    return job, document.encoding
+    return job
 
 
 def _read_tensors(operator: Operator, document: json_codec.Document) -> dict[str, Array]:
@@ -174,15 +168,13 @@ def _read_tensors(operator: Operator, document: json_codec.Document) -> dict[str
     return tensors
 
 
-def decode_safetensors(
-    call: Call, operator: Operator, query: EndpointQuery, body: memoryview
-) -> tuple[Job, json_codec.Encoding]:
+def decode_safetensors(call: Call, operator: Operator, query: EndpointQuery, answers: str, body: memoryview) -> Job:
     """Read the job from a safetensors body. A JSON answer to it has base64."""
     began = time.perf_counter_ns()
     tensors = safetensors.decode(body, call.engine.limits) if len(body) or not query.sources else {}
-    job = _job(operator, query, body, tensors, _buffers(operator, query))
+    job = _job(operator, query, answers, body, tensors, _buffers(operator, query), "base64")
     call.spent["decode"] = time.perf_counter_ns() - began
-    return job, "base64"
+    return job
 
 
 def _buffers(operator: Operator, query: EndpointQuery) -> BufferUse:
@@ -190,22 +182,29 @@ def _buffers(operator: Operator, query: EndpointQuery) -> BufferUse:
 
 
 def _job(
-    operator: Operator, query: EndpointQuery, body: memoryview, tensors: Mapping[str, Any], buffers: BufferUse
+    operator: Operator,
+    query: EndpointQuery,
+    answers: str,
+    body: memoryview,
+    tensors: Mapping[str, Any],
+    buffers: BufferUse,
+    form: json_codec.Encoding,
 ) -> Job:
     attributes = {one.name: getattr(query, one.name) for one in operator.attributes}
-    wanted = wanted_outputs(operator, getattr(query, "outputs", None))
-    return Job(operator, body, tensors, attributes, wanted, buffers)
+    wanted = wanted_outputs(operator, vars(query).get("outputs"))
+    encoding = (query.encoding or form) if answers == JSON else None
+    return Job(operator, body, len(body), tensors, attributes, wanted, buffers, encoding)
 
 
-def encode(call: Call, operator: Operator, result: Result, encoding: json_codec.Encoding | None) -> Answer:
-    """Write the outputs and the receipts as JSON, or, without an `encoding`, as a safetensors file."""
-    began = time.perf_counter_ns()
+def encode(call: Call, job: Job, result: Result) -> Answer:
+    """Write the outputs and the receipts as JSON, or, without an encoding, as a safetensors file."""
+    began, encoding = time.perf_counter_ns(), job.encoding
     if encoding is None:
         metadata = receipts_text(result.receipts) if result.receipts else None
         answer = Answer(safetensors.encode(result.outputs, metadata), safetensors.MEDIA_TYPE, result.fields)
     else:
         receipts = {name: {**receipt, **_besides(result, name, encoding)} for name, receipt in result.receipts.items()}
-        pieces = json_codec.encode(result.outputs, encoding, receipts, groups=operator.all_groups)
+        pieces = json_codec.encode(result.outputs, encoding, receipts, groups=job.operator.all_groups)
         answer = Answer(pieces, JSON, result.fields).coded(result.coding)
     call.spent["encode"] = time.perf_counter_ns() - began
     return answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
@@ -18,7 +18,6 @@ from service.api.http.offload import ALONE_BYTES, INLINE_BYTES, INLINE_HALF_BYTE
 from service.api.operators.job import Job, chosen
 from service.api.operators.shared_memory import write_outputs
 from service.buffers.record import Receipt
-from service.codecs import json as json_codec
 from service.dtypes import Array
 from service.engine.engine import Reserve
 
@@ -43,23 +42,20 @@ class Result(NamedTuple):
         return as_text and sum([output.nbytes for output in self.outputs.values()]) > INLINE_TEXT_BYTES
 
 
-async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary: Collection[str] = ()) -> Result:
-    """Run a job that names no buffer. Its outputs are JSON, except those in `binary`, or bytes without `encoding`."""
+async def run(call: Call, job: Job) -> Result:
+    """Run a job that names no buffer."""
     refuse_headers(call, "If-None-Match", "If-Match")
     call.spent.setdefault("queue", 0)
     inline = computes_at_once(call, job)
-    outputs = await call.offload(inline, compute, call, job, job.tensors, job.wanted, inline)
-    return Result(outputs, coding=reserve_answer(call, outputs, encoding, binary))
+    work = call, job, job.tensors, job.wanted, inline
+    outputs = compute(*work) if inline else await call.offload(False, compute, *work)
+    return Result(outputs, coding=job.encoding and reserve_answer(call, job, outputs))
 
 
-def reserve_answer(
-    call: Call, outputs: Mapping[str, Array], encoding: json_codec.Encoding | None, binary: Collection[str]
-) -> str | None:
+def reserve_answer(call: Call, job: Job, outputs: Mapping[str, Array]) -> str | None:
     """Reserve memory for the outputs that leave as JSON. Return how the answer is compressed."""
-    if encoding is None:
-        return None
-    form = AnswerForm(encoding, wanted_coding(call, encoding))
-    as_bytes = {*chosen(outputs, binary)} if binary else ()
+    form = AnswerForm(job.encoding, wanted_coding(call, job.encoding))
+    as_bytes = {*chosen(outputs, job.binary)} if job.binary else ()
     texts = [output for name, output in outputs.items() if name not in as_bytes]
     call.reserve(sum([form.extra_bytes(output.shape, output.dtype) for output in texts]))
     return form.coding
@@ -72,10 +68,9 @@ def is_small(call: Call, size: int) -> bool:
 
 def computes_at_once(call: Call, job: Job) -> bool:
     """Return whether the event loop may compute the job: the way to the pool would take as long."""
-    size = job.size
-    if job.operator.multiply_adds is not None or len(job.tensors) > INLINE_MEMBERS or not is_small(call, size):
+    if job.operator.multiply_adds is not None or len(job.tensors) > INLINE_MEMBERS or not is_small(call, job.size):
         return False
-    if size > INLINE_HALF_BYTES and any(tensor.dtype.itemsize == 2 for tensor in job.tensors.values()):
+    if job.size > INLINE_HALF_BYTES and any(tensor.dtype.itemsize == 2 for tensor in job.tensors.values()):
         return False
     return job.operator.name in _warm
 

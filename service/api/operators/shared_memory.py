@@ -159,7 +159,7 @@ def read_inputs(call: Call, job: Job, shared: Mapping[str, SharedInput]) -> Job:
         tensors[name] = one.tensor(name, memory[start:end])
         start += size
         memory[end:start] = bytes(start - end)  # the fingerprint of the request has all bytes
-    return job._replace(tensors=tensors, shared=memory)
+    return job._replace(size=job.size + len(memory), tensors=tensors, shared=memory)
 
 
 def write_outputs(call: Call, parts: Mapping[str, Part], outputs: Mapping[str, Array]) -> None:

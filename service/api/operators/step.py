@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,6 @@ from service.buffers.changes import Change
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, check_same_buffer, counted_once
 from service.buffers.record import Key, Known, Receipt
-from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import Array
 from service.errors import Busy, GradserveError, SourceChanged, StepGone
@@ -43,7 +42,7 @@ class _Computed(NamedTuple):
     """The outcome of a repeated request whose answer is known; it needs no other step."""
 
 
-async def step(call: Call, job: Job, encoding: json_codec.Encoding | None, binary: Collection[str] = ()) -> Result:
+async def step(call: Call, job: Job) -> Result:
     """Run the job, and bring the outputs that it names to their buffers. A repeated job does so once.
 
     If it writes over buffers and a source changes meanwhile, it runs again, `MAX_ATTEMPTS` times at most: then it
@@ -59,20 +58,18 @@ async def step(call: Call, job: Job, encoding: json_codec.Encoding | None, binar
     for _ in range(MAX_ATTEMPTS - 1):
         held = call.reservation.bytes
         try:
-            return await _attempt(call, job, key, encoding, binary)
+            return await _attempt(call, job, key)
         except SourceChanged:
             call.give_back(call.reservation.bytes - held)
-    return await _attempt(call, job, key, encoding, binary)
+    return await _attempt(call, job, key)
 
 
-async def _attempt(
-    call: Call, job: Job, key: Key | None, encoding: json_codec.Encoding | None, binary: Collection[str]
-) -> Result:
+async def _attempt(call: Call, job: Job, key: Key | None) -> Result:
     use = job.buffers
     inline = not use.sources and computes_at_once(call, job) and not (use.targets and call.store.blocks)
     computed = await call.offload(inline, _compute, call, job, inline, key)
     answered, outcome = computed.answered, computed.outcome
-    coding = reserve_answer(call, answered, encoding, binary)
+    coding = job.encoding and reserve_answer(call, job, answered)
     if not use.targets:
         return Result(answered, coding=coding)
     if outcome is None:
