@@ -155,8 +155,7 @@ class Operator:
 
     def work(self, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> int:
         """Return the multiplications and additions of a call beyond a few for each element of the inputs."""
-        if self.multiply_adds is None:
-            return 0
+        assert self.multiply_adds is not None
         given = self._in_order(tensors)
         if any(array is None and not tensor.optional for tensor, array in zip(self.inputs, given, strict=True)):
             return 0  # the call will be refused

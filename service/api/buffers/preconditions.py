@@ -83,10 +83,9 @@ def known_tag(call: Call, tag: str, coding: str | None = None) -> str | None:
 
 def _tags(call: Call, name: str) -> frozenset[str] | None:
     """Return the tags in a header: `"step-version"`, in quotation marks, or `*`. Raises `InvalidParameter`."""
-    lines = call.lines(name.lower().encode())
-    if not lines:
+    if _LOWER[name] not in call.headers:
         return None
-    header = b",".join(lines).decode("latin-1")
+    header = b",".join(call.lines(_LOWER[name])).decode("latin-1")
     tags = frozenset(tag.strip() for tag in header.split(",")) - {""}
     if not tags or not all(map(_TAG.fullmatch, tags)):
         problem = f'{name} is {shown(header)}, but must be tags in quotation marks like "3-17", or *'

@@ -162,7 +162,11 @@ class Exchange:
         await self._wire.writable.wait()
         if self.is_lost:
             return
-        head, head_end = self._begin(status, headers)
+        head = head_of(status, (*self._wire.server_state.default_headers, *headers))
+        if self.more_body or CLOSES in headers:
+            self.keeps_alive = False
+        self.is_started, self._expects = True, False
+        head_end = b"\r\n" if self.keeps_alive or CLOSES in headers else b"connection: close\r\n\r\n"
         self.written = size = 0 if self._is_head else size
         if size <= MAX_JOINED_BYTES:
             self._wire.transport.write(b"".join((head, head_end, *(pieces if size else ()))))
@@ -176,14 +180,6 @@ class Exchange:
             self.is_complete = True
             self._arrival.set()
             self._progressed()
-
-    def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-        """Return the head of the answer in two parts, and note that the answer begins."""
-        head = head_of(status, (*self._wire.server_state.default_headers, *headers))
-        if self.more_body or CLOSES in headers:
-            self.keeps_alive = False
-        self.is_started, self._expects = True, False
-        return head, b"\r\n" if self.keeps_alive or CLOSES in headers else b"connection: close\r\n\r\n"
 
     async def _write_by_turns(self, pieces: Pieces) -> None:
         """Write the pieces in parts, as fast as the client reads; abort if that is too slow.

@@ -29,7 +29,7 @@ def media_types(call: Call, takes: Sequence[str] = MEDIA_TYPES) -> tuple[str, st
     The body must have one of the types that the endpoint `takes`, or of a PATCH. Raises `UnsupportedMediaType` and
     `NotAcceptable`.
     """
-    header = call.headers.get(b"content-type", JSON.encode()).decode("latin-1")
+    header = call.headers.get(b"content-type", b"application/json").decode("latin-1")
     sent = header.partition(";")[0].strip().lower()
     known = PATCH_TYPES if call.method == "PATCH" else takes
     has_body = call.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in call.headers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import orjson
 from fastapi import APIRouter, Query
@@ -122,22 +122,30 @@ def wanted_outputs(operator: Operator, outputs: str | None) -> list[str] | None:
     return names
 
 
+Decoded: TypeAlias = tuple[dict[str, Array], BufferUse, json_codec.Encoding]
+"""The tensors of a body, the buffers in its query, and the default form of tensors in a JSON answer."""
+
+
 async def answer_body(
     call: Call, operator: Operator, query: EndpointQuery, types: tuple[str, str], body: memoryview
 ) -> Answer:
     """Answer a request whose body has been read. `types` are the media types of the body and of the answer."""
     sent, answers = types
     decode, text = (decode_json, body) if sent == JSON else (decode_safetensors, header_of(body))
-    given, inline = (call, operator, query, answers, body), is_quick(text, sent != JSON, operator.has_groups)
-    job = decode(*given) if inline else await call.decode_in_pool(text, decode, *given)
+    given, inline = (call, operator, query, body), is_quick(text, sent != JSON, operator.has_groups)
+    tensors, buffers, form = decode(*given) if inline else await call.decode_in_pool(text, decode, *given)
+    attributes = {one.name: getattr(query, one.name) for one in operator.attributes}
+    wanted = wanted_outputs(operator, vars(query).get("outputs"))
+    encoding = (query.encoding or form) if answers == JSON else None
+    job = Job(operator, body, len(body), tensors, attributes, wanted, buffers, encoding)
     result = await (run(call, job) if job.buffers is NO_BUFFERS else step(call, job))
     if not result.is_large(job.encoding is not None):
         return encode(call, job, result)
     return await call.offload(False, encode, call, job, result, changed=bool(result.receipts))
 
 
-def decode_json(call: Call, operator: Operator, query: EndpointQuery, answers: str, body: memoryview) -> Job:
-    """Read the job from a JSON body. By default a JSON answer writes tensors as the body does."""
+def decode_json(call: Call, operator: Operator, query: EndpointQuery, body: memoryview) -> Decoded:
+    """Read a JSON body. By default a JSON answer writes tensors as the body does."""
     began = time.perf_counter_ns()
     # A request needs no body if all its inputs come from buffers.
     text = body if len(body) or not query.sources else b"{}"
@@ -145,9 +153,8 @@ def decode_json(call: Call, operator: Operator, query: EndpointQuery, answers: s
     buffers = _buffers(operator, query)
     tensors = _read_tensors(operator, document)
     document.finish()
-    job = _job(operator, query, answers, body, tensors, buffers, document.encoding)
     call.spent["decode"] = time.perf_counter_ns() - began
-    return job
+    return tensors, buffers, document.encoding
 
 
 def _read_tensors(operator: Operator, document: json_codec.Document) -> dict[str, Array]:
@@ -168,32 +175,17 @@ def _read_tensors(operator: Operator, document: json_codec.Document) -> dict[str
     return tensors
 
 
-def decode_safetensors(call: Call, operator: Operator, query: EndpointQuery, answers: str, body: memoryview) -> Job:
-    """Read the job from a safetensors body. A JSON answer to it has base64."""
+def decode_safetensors(call: Call, operator: Operator, query: EndpointQuery, body: memoryview) -> Decoded:
+    """Read a safetensors body. A JSON answer to it has base64."""
     began = time.perf_counter_ns()
     tensors = safetensors.decode(body, call.engine.limits) if len(body) or not query.sources else {}
-    job = _job(operator, query, answers, body, tensors, _buffers(operator, query), "base64")
+    buffers = _buffers(operator, query)
     call.spent["decode"] = time.perf_counter_ns() - began
-    return job
+    return tensors, buffers, "base64"
 
 
 def _buffers(operator: Operator, query: EndpointQuery) -> BufferUse:
     return buffers_of(operator, query.sources, query.into, query.sets, query, query.timeout)
-
-
-def _job(
-    operator: Operator,
-    query: EndpointQuery,
-    answers: str,
-    body: memoryview,
-    tensors: Mapping[str, Any],
-    buffers: BufferUse,
-    form: json_codec.Encoding,
-) -> Job:
-    attributes = {one.name: getattr(query, one.name) for one in operator.attributes}
-    wanted = wanted_outputs(operator, vars(query).get("outputs"))
-    encoding = (query.encoding or form) if answers == JSON else None
-    return Job(operator, body, len(body), tensors, attributes, wanted, buffers, encoding)
 
 
 def encode(call: Call, job: Job, result: Result) -> Answer:

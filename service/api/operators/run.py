@@ -76,22 +76,16 @@ def computes_at_once(call: Call, job: Job) -> bool:
 
 
 def compute(
-    call: Call,
-    job: Job,
-    tensors: Mapping[str, Array],
-    wanted: Sequence[str] | None,
-    inline: bool,
-    *,
-    in_pieces: bool = False,
+    call: Call, job: Job, tensors: Mapping[str, Array], wanted: Sequence[str] | None, inline: bool, pieces: bool = False
 ) -> Mapping[str, Any]:
-    """Run the kernel, and write the outputs that go to shared memory. `in_pieces`: a sparse output need not be whole.
+    """Run the kernel, and write the outputs that go to shared memory. `pieces`: a sparse output need not be whole.
 
     Memory beyond the size of the inputs is reserved before it is allocated. In the event loop the kernel uses one
     thread, unless the tensors are large. Raises `Busy` and the errors of `Engine.run` and `write`.
     """
     began, attributes = time.perf_counter_ns(), _attributes(call, job)
     outputs: Mapping[str, Any]
-    if in_pieces and job.operator.sparse is not None:
+    if pieces and job.operator.sparse is not None:
         (name,) = job.operator.output_names
         outputs = {name: call.engine.in_pieces(job.operator, tensors, attributes, _beyond_body(call, job))}
     elif inline and job.size <= INLINE_BYTES:

@@ -137,7 +137,7 @@ def _computed(call: Call, job: Job, inline: bool, key: Key | None) -> _Computed:
             return _Computed(compute(call, job, tensors, job.wanted, inline), (), sources, key)
         targets = [one.tensor for one in use.targets]
         wanted = [*_answered(job), *targets]
-        outputs = compute(call, job, tensors, wanted, inline, in_pieces=wanted == targets)
+        outputs = compute(call, job, tensors, wanted, inline, pieces=wanted == targets)
         answered = {name: output for name, output in outputs.items() if _is_answered(job, name, output)}
         return _Computed(answered, changes_of(call, use, outputs, sources), sources, key)
     except GradserveError as error:
