@@ -40,7 +40,7 @@ class Calls:
         return self
 
     def __exit__(self, *_: object) -> None:
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         if event in ("call", "c_call"):
@@ -88,7 +88,7 @@ def add(number: int) -> bytes:
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python and its library count otherwise")
-@pytest.mark.parametrize(("request_at", "most"), [(infer, 355), (run, 527), (add, 930)])
+@pytest.mark.parametrize(("request_at", "most"), [(infer, 270), (run, 400), (add, 840)])
 def test_a_small_request_calls_few_functions(
     connection: socket.socket, calls: Calls, request_at: Callable[[int], bytes], most: int
 ) -> None:

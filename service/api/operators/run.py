@@ -83,7 +83,8 @@ def compute(
     Memory beyond the size of the inputs is reserved before it is allocated. In the event loop the kernel uses one
     thread, unless the tensors are large. Raises `Busy` and the errors of `Engine.run` and `write`.
     """
-    began, attributes = time.perf_counter_ns(), _attributes(call, job)
+    began = time.perf_counter_ns()
+    attributes = _seeded(call, job) if job.operator.draws_a_seed else job.attributes
     outputs: Mapping[str, Any]
     if pieces and job.operator.sparse is not None:
         (name,) = job.operator.output_names
@@ -100,9 +101,9 @@ def compute(
     return outputs
 
 
-def _attributes(call: Call, job: Job) -> Mapping[str, Any]:
+def _seeded(call: Call, job: Job) -> Mapping[str, Any]:
     """Return the attributes. A seed that the request leaves out follows from its key: a retry has the same bits."""
-    if not job.operator.draws_a_seed or job.attributes.get("seed") is not None:
+    if job.attributes.get("seed") is not None:
         return job.attributes
     key = call.headers.get(b"idempotency-key")
     return {**job.attributes, "seed": secrets.randbits(31) if key is None else xxhash.xxh32_intdigest(key) >> 1}

@@ -70,7 +70,7 @@ class Environment:
     """The graphs and the pushes of an older store that is only read, which has them apart."""
 
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:
-        self.path, self.max_bytes = path, max_bytes
+        self.path, self.data, self.max_bytes = path, path / "data.mdb", max_bytes
         self._env = open_lmdb(path, readonly=readonly)
         mark = path / "format"
         try:
@@ -84,7 +84,7 @@ class Environment:
                 with suppress(FileExistsError), open(open_new(mark), "w") as file:  # another process may be first
                     file.write(f"{FORMAT}\n")
                 sync_path(path)
-            self._files = {} if readonly else {path / name: _identity(path / name) for name in FILES}
+            self._files = {} if readonly else {str(path / name): _identity(path / name) for name in FILES}
         except (lmdb.Error, OSError) as error:
             self._env.close()
             raise StoreFailed(f"The store in {path} cannot be read: {error}") from None
@@ -139,7 +139,7 @@ class Environment:
         It may be short without harm, because LMDB never writes pages at its end that were never used. Raises
         `StoreFailed` if it lacks a page in use, or cannot be lengthened.
         """
-        data, expected = self.path / "data.mdb", self.file_bytes()
+        data, expected = self.data, self.file_bytes()
         size = data.stat().st_size
         if size >= expected:
             return
@@ -197,7 +197,7 @@ class Environment:
             raise as_client_error(error, self.path, self.max_bytes) from None
         try:
             if self._files:
-                sync_drive(self.path / "data.mdb")  # LMDB writes the page that completes a commit with O_DSYNC
+                sync_drive(self.data)  # LMDB writes the page that completes a commit with O_DSYNC
         except OSError as error:
             raise UnsyncedError(f"the disk may lack what is committed (error {error.errno})") from None
 
@@ -209,8 +209,8 @@ class Environment:
         for file, opened in self._files.items():
             if _identity(file) != opened:
                 raise StoreFailed(
-                    f"{file.name} of the store was removed or replaced while the server was running; restart the server"
-                    " to use the store again"
+                    f"{os.path.basename(file)} of the store was removed or replaced while the server was running;"
+                    " restart the server to use the store again"
                 )
 
     def generation(self) -> int:
@@ -220,7 +220,7 @@ class Environment:
 
     def disk_bytes(self) -> int:
         """Return the bytes of the disk that LMDB has for its pages, used or free."""
-        return os.stat(self.path / "data.mdb").st_blocks * 512 if self._files else self.file_bytes()
+        return os.stat(self.data).st_blocks * 512 if self._files else self.file_bytes()
 
     def forget_files(self) -> None:
         """Let the files have no names: this process has them open, and no other is to find them."""
@@ -260,7 +260,7 @@ def open_lmdb(path: Path, *, readonly: bool) -> lmdb.Environment:
         raise StoreFailed(f"The store in {path} cannot be opened: {error}") from None
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(path: Path | str) -> tuple[int, int] | None:
     """Return the device and the number of a file; None if the file cannot be seen."""
     try:
         status = os.stat(path)
