@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Generic, Protocol, TypeVar
 
@@ -51,7 +50,7 @@ class Batches(Generic[Q]):
         self._work_of, self._most, self._most_bytes, self._long_seconds = work_of, most, most_bytes, long_seconds
         self._queue: FairQueue[Q] = FairQueue()
         self._rests: dict[str, float] = {}  # when the rests of namespaces end
-        self._work: Counter[str] = Counter()  # of the last batch, by namespace
+        self._work: dict[str, int] = {}  # of the last batch, by namespace
         self._closed, self._changed = False, threading.Condition()
 
     @property
@@ -88,7 +87,7 @@ class Batches(Generic[Q]):
         """Take all requests, or, in turns of several namespaces, up to `MOST_SHARED_BYTES` of work."""
         batch: list[Q] = []
         resting, most_bytes = self._resting(), MOST_SHARED_BYTES if self._queue.is_shared() else self._most_bytes
-        self._work, left = Counter(), most_bytes or 0
+        self._work, left = {}, most_bytes or 0
 
         def fits(request: Q) -> bool:
             nonlocal left
@@ -97,7 +96,7 @@ class Batches(Generic[Q]):
             left -= (work := self._work_of(request))
             if batch and left < 0:
                 return False
-            self._work[request.namespace] += work
+            self._work[request.namespace] = self._work.get(request.namespace, 0) + work
             return True
 
         while len(batch) < self._most and (request := self._queue.take(resting, fits=fits)) is not None:
@@ -115,13 +114,14 @@ class Batches(Generic[Q]):
 
     def _resting(self) -> Collection[str]:
         """Return the namespaces that rest: none if one is alone, or if all requests must be finished."""
-        now = time.monotonic()
-        self._rests = {namespace: end for namespace, end in self._rests.items() if end > now}
+        if self._rests:
+            now = time.monotonic()
+            self._rests = {namespace: end for namespace, end in self._rests.items() if end > now}
         return self._rests if self._rests and self._queue.is_shared() and not self._closed else ()
 
     def charge(self, seconds: float) -> None:
         """Charge the last batch to its namespaces. A namespace rests if its part took long."""
-        total, now = self._work.total(), time.monotonic()
+        total, now = sum(self._work.values()), time.monotonic()
         with self._changed:
             for namespace, part in self._work.items():
                 taken = seconds * part / total

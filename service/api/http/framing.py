@@ -147,10 +147,10 @@ class HeadReader:
         head, parser, piece = self._head, self._parser, incoming.take_to_blank_line()
         self._size += len(piece)
         upgraded = _feed(parser, piece)
-        if self._size > MAX_HEAD_BYTES:
-            raise HeadTooLarge(f"The head of the request has more than {MAX_HEAD_BYTES} bytes, the limit")
         if len(head.headers) > MAX_HEADERS:
             raise HeadTooLarge(f"The head of the request has more than {MAX_HEADERS} headers, the limit")
+        if self._size > MAX_HEAD_BYTES:
+            raise HeadTooLarge(f"The head of the request has more than {MAX_HEAD_BYTES} bytes, the limit")
         self._check_line(piece)
         if not head.is_complete:
             return None
