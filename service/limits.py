@@ -16,7 +16,7 @@ INDEXABLE_BYTES = 1 << 63
 """NumPy counts bytes in 64 bits, signed."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # caches look it up by identity: a process has only one
 class Limits:
     """The size and dimensions of each input and output, at most, and the number of tensors in a request."""
 

@@ -126,10 +126,7 @@ def _header_length(call: Call) -> int | None:
 def _decode(call: Call, operator: Operator, length: int | None, body: memoryview) -> Decoded:
     began = time.perf_counter_ns()
     limits = call.engine.limits
-    if length == 0:
-        decoded: Decoded = _decode_raw(operator, limits, body), None, {}
-    else:
-        decoded = _decode_tensors(operator, limits, length, body)
+    decoded = _decode_raw(operator, limits, body) if length == 0 else _decode_tensors(operator, limits, length, body)
     call.spent["decode"] = time.perf_counter_ns() - began
     return decoded
 
@@ -153,7 +150,7 @@ def _decode_tensors(operator: Operator, limits: Limits, length: int | None, body
     return job, request.id, request.shared
 
 
-def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> Job:
+def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> Decoded:
     """Read a body that is the bytes of the only input, in its default dtype, of rank 1."""
     needed = [tensor for tensor in operator.inputs if not tensor.optional]
     if len(needed) != 1 or needed[0].group:
@@ -164,7 +161,8 @@ def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> Job:
     name, dtype = needed[0].name, DTYPES[needed[0].kind.default]
     tensor = codec.decode_raw(name, dtype, body, limits)
     attributes, _ = _attributes(operator, {})
-    return Job(operator, body, len(body), {name: tensor}, attributes, None, binary=operator.output_names)
+    job = Job(operator, body, len(body), {name: tensor}, attributes, None, binary=operator.output_names)
+    return job, None, {}
 
 
 def _encode(call: Call, job: Job, result: Result, identity: str | None) -> Answer:

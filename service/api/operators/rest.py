@@ -150,7 +150,7 @@ def decode_json(call: Call, operator: Operator, query: EndpointQuery, body: memo
     # A request needs no body if all its inputs come from buffers.
     text = body if len(body) or not query.sources else b"{}"
     document = json_codec.Document(text, call.engine.limits, operator.groups)
-    buffers = _buffers(operator, query)
+    buffers = buffers_of(operator, query.sources, query.into, query.sets, query, query.timeout)
     tensors = _read_tensors(operator, document)
     document.finish()
     call.spent["decode"] = time.perf_counter_ns() - began
@@ -179,13 +179,9 @@ def decode_safetensors(call: Call, operator: Operator, query: EndpointQuery, bod
     """Read a safetensors body. A JSON answer to it has base64."""
     began = time.perf_counter_ns()
     tensors = safetensors.decode(body, call.engine.limits) if len(body) or not query.sources else {}
-    buffers = _buffers(operator, query)
+    buffers = buffers_of(operator, query.sources, query.into, query.sets, query, query.timeout)
     call.spent["decode"] = time.perf_counter_ns() - began
     return tensors, buffers, "base64"
-
-
-def _buffers(operator: Operator, query: EndpointQuery) -> BufferUse:
-    return buffers_of(operator, query.sources, query.into, query.sets, query, query.timeout)
 
 
 def encode(call: Call, job: Job, result: Result) -> Answer:
