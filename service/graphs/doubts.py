@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 import numpy as np
 
 from service.dtypes import FLOATS, Array
-from service.errors import shown
+from service.errors import cut, shown
 from service.graphs.exported import MADE, NORMALIZATIONS, is_constant
 from service.graphs.model import Model
 from service.graphs.plan import Node, paced
@@ -24,7 +24,7 @@ def doubts_of(model: Model, parameters: Collection[str]) -> list[str]:
     traces = {rule for node in model.nodes for rule in node.rules.split(", ") if rule}
     lost = [name for name, kind in model.module.items() if kind == "PARAMETER" and name not in model.initializers]
     if lost and (doubts or traces):
-        by = f" by {', '.join(sorted(traces))}" * bool(traces)
+        by = f" by {cut(', '.join(sorted(traces)))}" * bool(traces)
         doubts.insert(0, f"the file lacks {shown(', '.join(lost))} of the module: merged with others, or folded{by}")
     more = [f"and {len(doubts) - MAX_DOUBTS} more"] * (len(doubts) > MAX_DOUBTS)
     return doubts[:MAX_DOUBTS] + more

@@ -38,9 +38,11 @@ def tensors_of(graph: Message) -> dict[str, str]:
     Parameters that are one tensor are all here, though the file has the tensor once.
     """
     signature = next((value for _, value in _entries(graph, _SIGNATURE)), "")
-    found = re.findall(r": (PARAMETER|BUFFER|CONSTANT_TENSOR) target='([^'\n]*)'", signature)
-    graph.budget.take(0, len(found))
-    return {name: kind for kind, name in found}
+    found = dict[str, str]()
+    for match in re.finditer(r": (PARAMETER|BUFFER|CONSTANT_TENSOR) target='([^'\n]*)'", signature):
+        graph.budget.take()
+        found[match[2]] = match[1]
+    return found
 
 
 def origin_of(node: Message) -> tuple[str, str]:

@@ -96,7 +96,7 @@ def read(content: Any, limits: GraphLimits = DEFAULT_LIMITS) -> Model:
     bodies = {(_domain(one), one.text("name")): _function(one, called) for one in functions}
     nodes = inlined(_nodes(graph, _opsets(file), called), bodies, limits.max_nodes, budget)
     initializers = _initializers(graph, limits)
-    nodes = unrolled(nodes, initializers | _constants(nodes))
+    nodes = unrolled(nodes, initializers | _constants(nodes), budget)
     _check_served(nodes)
     constants = _constants(nodes)
     declared = graph.messages("input", _VALUE)

@@ -10,6 +10,7 @@ import numpy as np
 
 from service.dtypes import INT64, Array
 from service.graphs.plan import Node
+from service.graphs.protobuf import FIELD_BYTES, Budget
 
 VIEWS = {"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
 """The operators that a branch may have: the gradient of each has the shape of its input."""
@@ -52,15 +53,19 @@ def chosen(call: Node, branches: Sequence[Branch]) -> list[Node]:
     return found
 
 
-def unrolled(nodes: Iterable[Node], known: Mapping[str, Array]) -> list[Node]:
+def unrolled(nodes: Iterable[Node], known: Mapping[str, Array], budget: Budget) -> list[Node]:
     """Return the nodes, with tensors in place of the sequences whose parts are known when the model is read."""
     parts, rest = dict[str, Node | Sequence[str]](), list[Node]()
     for node in nodes:
-        rest += (_unrolled(node, parts, known) if node.op in SEQUENCES and not node.domain else None) or [node]
+        is_of_sequences = node.op in SEQUENCES and not node.domain and node.outputs
+        is_right = is_of_sequences and isinstance(node.attributes.get("axis", 0), int)
+        rest += (_unrolled(node, parts, known, budget) if is_right else None) or [node]
     return [one for one in rest if not (one.outputs and one.outputs[0] in parts)]
 
 
-def _unrolled(node: Node, parts: dict[str, Node | Sequence[str]], known: Mapping[str, Array]) -> list[Node] | None:
+def _unrolled(
+    node: Node, parts: dict[str, Node | Sequence[str]], known: Mapping[str, Array], budget: Budget
+) -> list[Node] | None:
     """Return the nodes that take the place of this node, None if it stays. `parts` are those of each sequence."""
     first, second, *_ = (*node.inputs, "", "")
     number, found, output = known.get(second), parts.get(first), node.outputs[0]
@@ -69,6 +74,7 @@ def _unrolled(node: Node, parts: dict[str, Node | Sequence[str]], known: Mapping
         case "SequenceConstruct":
             parts[output] = node.inputs
         case "SplitToSequence" if number is not None and number.ndim == 1:
+            budget.take(FIELD_BYTES * number.size, number.size)
             names = parts[output] = [f"{output} {k}" for k in range(number.size)]
             axis = node.attributes.get("axis", 0)
             return [_node(node, "Split", (first, second), names, axis=axis)]
@@ -80,6 +86,7 @@ def _unrolled(node: Node, parts: dict[str, Node | Sequence[str]], known: Mapping
             if -len(found) <= index < len(found):
                 return [_node(node, "Identity", (found[index],), node.outputs)]
         case "ConcatFromSequence" if found and not isinstance(found, Node):
+            budget.take(FIELD_BYTES * len(found), len(found))
             axis = node.attributes.get("axis", 0)
             if not node.attributes.get("new_axis", 0):
                 return [_node(node, "Concat", found, node.outputs, axis=axis)]

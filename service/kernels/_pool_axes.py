@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -113,3 +115,10 @@ def taps_of(windows: Windows, axes: Sequence[Axis]) -> Array:
     """Return how many taps of each window lie in X or its padding: a window may stick out at the end."""
     ends = zip(axes, windows.begins, windows.ends, strict=True)
     return elements_of([replace(axis, size=begin + axis.size + end, begin=0) for axis, begin, end in ends])
+
+
+def divisors_of(windows: Windows, axes: Sequence[Axis], count_include_pad: int, *, whole: bool) -> Any:
+    """Return how many elements each window's sum is divided by: those in X, or in X and its padding, or `whole`."""
+    if not count_include_pad:
+        return elements_of(axes)
+    return math.prod(windows.kernel) if whole else taps_of(windows, axes)

@@ -19,7 +19,7 @@ from service.kernels._blocks import block_length, check_wanted, claim, cuts, new
 from service.kernels._checks import check_shape, same_shapes
 from service.kernels._narrow import compute_wide, load, store
 from service.kernels._op import check_work, op
-from service.kernels._pool_axes import Axis, axes_of, elements_of, least_of, taps_of
+from service.kernels._pool_axes import Axis, axes_of, divisors_of, least_of
 from service.kernels._scatter import clear, output_size, read_shape
 from service.kernels._types import Bit, NotNegative, Positive, Rank4, Shape, T, Tind
 from service.kernels._windows import AutoPad, Windows, make_windows, same
@@ -158,14 +158,8 @@ def average_pool_grad(
     ConvGrad, but SAME_UPPER and SAME_LOWER take no account of `dilations`, as in ONNX Runtime's AveragePool. Raises
     `ShapeMismatch`, `InvalidParameter`, `InvalidTensor` for a negative dimension and `TooManyDimensions`.
     """
-    given: dict[str, Any] = {
-        "strides": strides,
-        "pads": pads,
-        "dilations": dilations,
-        "auto_pad": auto_pad,
-        "ceil_mode": ceil_mode,
-    }
-    return spread_means(dY, shape, kernel_shape, count_include_pad, whole=True, **given)
+    rest: dict[str, Any] = {"strides": strides, "pads": pads, "dilations": dilations, "auto_pad": auto_pad}
+    return spread_means(dY, shape, kernel_shape, count_include_pad, whole=True, ceil_mode=ceil_mode, **rest)
 
 
 def spread_means(
@@ -192,7 +186,7 @@ def spread_means(
         clear(output)
         return output
     dtype = compute_dtype(dY.dtype)
-    divisors = np.asarray(_divisors(windows, axes, count_include_pad, whole=whole), dtype)
+    divisors = np.asarray(divisors_of(windows, axes, count_include_pad, whole=whole), dtype)
 
     def divide(block: Array) -> Array:
         return np.divide(block, divisors, out=scratch(1, block.size, dtype).reshape(block.shape))
@@ -217,13 +211,6 @@ def max_pool(
     return (Y,) if places is None else (Y, places)
 
 
-def _divisors(windows: Windows, axes: Sequence[Axis], count_include_pad: int, *, whole: bool) -> Any:
-    """Return how many elements each window's sum is divided by: those in X, or in X and its padding, or `whole`."""
-    if not count_include_pad:
-        return elements_of(axes)
-    return math.prod(windows.kernel) if whole else taps_of(windows, axes)
-
-
 def average_pool(
     X: Array, /, *, ceil_mode: int = 0, count_include_pad: int = 0, whole: bool = False, **attributes: Any
 ) -> Array:
@@ -235,7 +222,7 @@ def average_pool(
     if attributes.get("auto_pad", "").startswith("SAME"):
         windows = same(windows, windows.kernel, attributes["auto_pad"])
     axes = _axes(X, windows, ceil_mode)
-    divisors = _divisors(windows, axes, count_include_pad, whole=whole)
+    divisors = divisors_of(windows, axes, count_include_pad, whole=whole)
     Y = _output(X, axes, X.dtype)
 
     def divide(sums: Array) -> None:

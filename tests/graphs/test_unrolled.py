@@ -92,6 +92,28 @@ def test_another_sequence_is_refused(nodes: Nodes, constants: dict[str, Any], li
         Graph.read(made(nodes, constants))
 
 
+@pytest.mark.parametrize(
+    "node",
+    [
+        ("SplitToSequence", "x n", ""),
+        ("SplitToSequence", "x n", "parts", {"axis": "a"}),
+        ("SequenceConstruct", "x x", "parts", {"axis": [1]}),
+    ],
+)
+def test_a_wrong_node_of_a_sequence_is_refused(node: Any) -> None:
+    nodes = [node, ("ConcatFromSequence", "parts", "y", {"axis": "a", "new_axis": 1})]
+    with pytest.raises(InvalidGraph, match="not served: ConcatFromSequence"):
+        Graph.read(made(nodes, {"n": 2}))
+
+
+@pytest.mark.parametrize(("length", "readers"), [(2_000_000, 1), (3000, 400)])
+def test_a_sequence_has_as_many_parts_as_a_file_has_fields(length: int, readers: int) -> None:
+    many = [("ConcatFromSequence", "parts", f"y{k}", {"axis": 1}) for k in range(readers)]
+    content = made([split(axis=1), *many, ("Neg", "x", "y")], {"n": np.ones(length)})
+    with pytest.raises(InvalidGraph, match="the file has more than 1048576 fields"):
+        Graph.read(content)
+
+
 def test_lengths_that_do_not_add_up_are_refused_by_the_run() -> None:
     content = made([split(axis=1), ("SequenceAt", "parts k", "y")], {"n": [1, 2], "k": 0})
     with pytest.raises(Exception, match="must add up to 6"):

@@ -148,12 +148,12 @@ for _size, _shape in ((2, (2, 4, 3)), (9, (1, 4, 2, 2)), (1, (2, 3, 1, 2, 2))):
 
 
 def places(*shape: int, reach: int = 90, unit: int = 64) -> Array:
-    """Places that all floating dtypes have, none of which is in the middle or at the edge of a pixel."""
+    """Places that all floating dtypes have, away from the middle and the edges of pixels."""
     return (RANDOM.integers(-reach, reach, shape) + 0.5) / unit
 
 
 def sampled(mode: str, padding: str, corners: int, X: Array, *out: int, **options: Any) -> None:
-    """Add a GridSample at places, some of which are outside."""
+    """Add a GridSample at places inside and outside."""
     grid = places(len(X), *out, X.ndim - 2, **options)
     options = {"mode": mode, "padding_mode": padding, "align_corners": corners}
     names = {"linear": "bilinear", "cubic": "bicubic"}

@@ -469,7 +469,7 @@ ask(
 
 
 def in_sight(q: Any, k: Any, v: Any, *others: Any, left: int = 99, right: int = 99) -> Any:
-    """Attention of each query to the keys near its own place, the last of which is that of the last key."""
+    """Attention of each query to the keys near its own place: the last query and the last key share one."""
     lengths = others[-1] if others else torch.tensor([q.shape[2]] * len(q))
     own, keys = torch.arange(q.shape[2])[:, None] + lengths[:, None, None] - q.shape[2], torch.arange(k.shape[2])
     seen = (keys <= own + right) & (keys >= own - left) & (keys < (lengths[:, None, None] if others else 99))
