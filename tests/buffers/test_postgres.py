@@ -110,28 +110,29 @@ def test_defaults_of_the_database_break_nothing(schema: Schema, isolation: str) 
 def test_a_default_of_the_database_ends_no_long_transaction(schema: Schema, lock: str, use: Callable[..., Any]) -> None:
     limits = ["statement_timeout", "transaction_timeout"]
     known = [name for name in limits if schema.ask("select 1 from pg_settings where name = %s", name)]
-    for name in known:
-        schema.ask(f"alter role postgres set {name} = '300ms'")
     waits = "wait_event_type = 'Lock' and now() - xact_start > interval '900 ms'"
-    try:
-        store = schema.open()
-        create(store, "w")
-        create(store, "large", shape=(LARGE,))
-        add(store, "large", ones(LARGE))
-        with schema.connected() as other, ThreadPoolExecutor(1) as thread:
-            for name in known:
-                other.execute(f"set {name} = 0".encode())
+    with schema.connected() as other, schema.connected() as looking, ThreadPoolExecutor(1) as thread:
+        for name in known:  # for connections that come now
+            looking.execute(f"alter role postgres set {name} = '300ms'".encode())
+        try:
+            store = schema.open()
+            create(store, "w")
+            create(store, "large", shape=(LARGE,))
+            add(store, "large", ones(LARGE))
             with other.transaction():
                 other.execute(f"lock table {lock} mode".encode())
                 used = thread.submit(use, store, schema)
                 until(
-                    lambda: used.done() or schema.ask(f"select 1 from pg_stat_activity where {waits}"),
+                    lambda: (
+                        used.done()
+                        or looking.execute(f"select 1 from pg_stat_activity where {waits}".encode()).rowcount
+                    ),
                     "nothing waits for the lock",
                 )
                 assert not used.done()
             used.result(PATIENCE)
-    finally:
-        schema.ask("alter role postgres reset all")
+        finally:
+            looking.execute("alter role postgres reset all")
 
 
 def test_overlapping_adds_through_two_stores_are_exact(schema: Schema) -> None:
