@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.imports import circles
@@ -22,6 +24,18 @@ def test_what_sends_knows_no_calls_and_no_front_ends() -> None:
 def test_runs_know_no_framework() -> None:
     for path in (PACKAGE / "_runs").glob("*.py"):
         assert not re.search(r"gradserve_client\._?(torch|arrays)|import (torch|jax)", path.read_text()), path.name
+
+
+def test_help_needs_neither_numpy_nor_httpx() -> None:
+    """They take half of the time that help and the completion of a command line would take."""
+    program = (
+        "import sys; sys.argv = ['gradserve-client', '--help']\n"
+        "from gradserve_client.cli import main\n"
+        "try: main()\n"
+        "finally: print('loaded', [name for name in ('numpy', 'httpx', 'rich') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout.splitlines()[-1] == "loaded ['rich']"
 
 
 def test_circles_are_found(tmp_path: Path) -> None:

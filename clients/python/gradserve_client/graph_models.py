@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from gradserve_client._wire.tensors import Array
+if TYPE_CHECKING:
+    from gradserve_client._wire.tensors import Array
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Required, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Required, Self, TypedDict
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 class BufferName:
@@ -221,6 +221,8 @@ class Statistics:
         """Read the server's JSON, without the members that this version of the client does not know."""
         known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
         if "heat_map" in known:
+            import numpy as np
+
             shape = known["heat_map"]["rows"], known["heat_map"]["columns"]
             known["heat_map"] = np.array(known["heat_map"]["values"], np.float64).reshape(shape)
         return cls(**known)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradserve_client._cli.options import Contributor, Key, Step, Tensor, Weight
 from gradserve_client._cli.output import print_json, receipt_json, receipt_line
 from gradserve_client._cli.session import Session
-from gradserve_client._wire import files
-from gradserve_client.rows import Gradient
+
+if TYPE_CHECKING:
+    from gradserve_client.rows import Gradient
 
 
 def add(
@@ -33,6 +34,8 @@ def add(
 
     The rows NAME/rows at NAME/indices are the sparse gradient NAME.
     """
+    from gradserve_client._wire import files
+
     session: Session = ctx.obj
     options: Any = {"weight": weight, "step": step, "contributor": contributor, "idempotency_key": key}
     if name is None:
@@ -56,6 +59,8 @@ def add(
 
 def _of_whole_file(file: Path, tensor: str | None, prefix: str) -> dict[str, Gradient]:
     """Return the gradients by the names of their buffers."""
+    from gradserve_client._wire import files
+
     if tensor is not None:
         raise typer.BadParameter("--tensor needs the NAME of a buffer before FILE")
     return {f"{prefix}{name}": gradient for name, gradient in sorted(files.read_gradients(file).items())}

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -45,11 +45,12 @@ from gradserve_client._cli.pushes import forget_push, pushes, staged_for
 from gradserve_client._cli.rules import create, set_rules
 from gradserve_client._cli.session import Session
 from gradserve_client._cli.whole import save, set_
-from gradserve_client._wire import files
-from gradserve_client._wire.specs import Reduce
-from gradserve_client.buffer import Buffer
 from gradserve_client.errors import NotFound
 from gradserve_client.models import BufferInfo, Receipt
+
+if TYPE_CHECKING:
+    from gradserve_client._wire.specs import Reduce
+    from gradserve_client.buffer import Buffer
 
 app = typer.Typer(no_args_is_help=True, help="List, create, read, change and remove buffers.")
 
@@ -129,6 +130,8 @@ def get(
     timeout: Wait = 0.0,
 ) -> None:
     """Fetch the value. Without -o, print it, or the corners of a large one."""
+    from gradserve_client._wire import files
+
     session: Session = ctx.obj
     with session.server() as server, files.writing(output) as write:
         value = server.buffers[name].value(step=step, reduce=_reduce(reduce), dtype=dtype, timeout=timeout)
@@ -150,6 +153,7 @@ def put(
     key: Key = None,
 ) -> None:
     """Replace the sum by a tensor of a file, which then counts as the only gradient."""
+    from gradserve_client._wire import files
 
     def change(buffer: Buffer) -> Receipt:
         gradient = files.read_one(file, tensor)
@@ -187,6 +191,8 @@ def take(
     key: Key = None,
 ) -> None:
     """Close the step, and fetch its value. Without -o, print it, or the corners of a large one."""
+    from gradserve_client._wire import files
+
     session: Session = ctx.obj
     with session.server() as server, files.writing(output) as write:
         taken = server.buffers[name].take(

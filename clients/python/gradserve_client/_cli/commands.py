@@ -30,8 +30,7 @@ from gradserve_client._cli.output import (
 from gradserve_client._cli.runs import app as about_runs
 from gradserve_client._cli.session import Session
 from gradserve_client._cli.watch import show_updates
-from gradserve_client._http.requests import DEFAULT_URL
-from gradserve_client._wire import calls, files
+from gradserve_client._http.words import DEFAULT_URL
 from gradserve_client.errors import NotFound
 from gradserve_client.models import BufferName, OperatorInfo, Receipt
 
@@ -102,6 +101,8 @@ def ops(
     ctx: typer.Context, name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this operator.")] = None
 ) -> None:
     """List the operators, or show an operator's formula, inputs, outputs and attributes."""
+    from gradserve_client._wire import calls
+
     session: Session = ctx.obj
     with session.server() as server:
         operators = server.run(calls.operators())
@@ -145,6 +146,8 @@ def run(
     key: Key = None,
 ) -> None:
     """Run an operator. Without -o, print the outputs, and the corners of large ones. Receipts are always printed."""
+    from gradserve_client._wire import calls, files
+
     session: Session = ctx.obj
     if output is not None and files.is_npy(output):
         raise typer.BadParameter("an .npy file cannot name its outputs: use .safetensors or .npz", ctx=ctx)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradserve_client._cli.options import Key, pairs
 from gradserve_client._cli.output import console, print_json, print_tensor, size, table, tensor_json, time
 from gradserve_client._cli.session import Session
-from gradserve_client._wire import files
-from gradserve_client.graph_models import GraphInfo
 from gradserve_client.models import BufferName
+
+if TYPE_CHECKING:
+    from gradserve_client.graph_models import GraphInfo
 
 app = typer.Typer(no_args_is_help=True, help="Upload, list, run and remove graphs: ONNX models.")
 
@@ -84,6 +85,8 @@ def download(
     ] = None,
 ) -> None:
     """Write the model as it was uploaded, or with other weights."""
+    from gradserve_client._wire import files
+
     session: Session = ctx.obj
     with session.server() as server, files.writing(file) as write:
         content = server.graphs[name].download(parameters=parameters, statistics=statistics)
@@ -121,6 +124,8 @@ def run(
     ] = None,
 ) -> None:
     """Run a graph. Without -o, print the outputs, and the corners of large ones."""
+    from gradserve_client._wire import files
+
     session: Session = ctx.obj
     buffers: Mapping[str, Any] = {group: BufferName(buffer) for group, buffer in pairs("--from", ":", sources)}
     tensors = {**files.read_all(file), **buffers}

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from gradserve_client._cli.output import console, print_json, size, table
-from gradserve_client._cli.session import Server, Session
-from gradserve_client._wire import calls
+from gradserve_client._cli.session import Session
 from gradserve_client.errors import NotFound, ServerFailed, Unavailable
+
+if TYPE_CHECKING:
+    from gradserve_client._cli.server import Server
 
 _BYTES = "bytes"
 """A part of the names of limits that are bytes."""
@@ -20,6 +22,8 @@ _BYTES = "bytes"
 
 def info(ctx: typer.Context) -> None:
     """Show the server, its version and limits, whether it is ready, and whom it takes you for."""
+    from gradserve_client._wire import calls
+
     session: Session = ctx.obj
     with session.server() as server:
         found: dict[str, Any] = {
@@ -51,6 +55,8 @@ def _limit(name: str, limit: Any) -> str:
 
 
 def _is_ready(server: Server) -> bool:
+    from gradserve_client._wire import calls
+
     try:
         server.run(calls.ready())
     except (ServerFailed, Unavailable):
@@ -60,6 +66,8 @@ def _is_ready(server: Server) -> bool:
 
 def _caller(server: Server) -> dict[str, Any] | None:
     """Return whom the server takes the client for; None if the server does not say."""
+    from gradserve_client._wire import calls
+
     with suppress(NotFound):
         return server.run(calls.caller())
     return None

@@ -9,16 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from gradserve_client._http.words import named
-from gradserve_client._wire.tensors import Array
 from gradserve_client.models import BufferInfo, Receipt, StagedPush
+
+if TYPE_CHECKING:
+    from gradserve_client._wire.tensors import Array
 
 _WIDE_COLUMNS = 10_000
 """Columns of an output that is not a terminal, so that its lines are never broken."""
@@ -171,6 +172,8 @@ def receipt_json(receipt: Receipt) -> dict[str, Any]:
 
 def print_tensor(name: str, array: Array, output: Path | None) -> None:
     """Print a tensor, or only its dtype and shape if it was written to the file `output`."""
+    import numpy as np
+
     if output is not None:
         typer.echo(f"{output}: {name} {array.dtype.name} {shape(array.shape)}")
         return
@@ -180,6 +183,8 @@ def print_tensor(name: str, array: Array, output: Path | None) -> None:
 
 def tensor_json(array: Array, *, data: bool = True) -> dict[str, Any]:
     """Return a tensor for programs, or only its dtype and shape without `data`."""
+    import numpy as np
+
     described = {"dtype": array.dtype.name, "shape": list(array.shape)}
     if not data:
         return described

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gradserve_client._cli.output import console, print_json, size, table, time
-from gradserve_client._cli.session import Server, Session
+from gradserve_client._cli.session import Session
 from gradserve_client.errors import NotFound
 from gradserve_client.models import StagedPush
+
+if TYPE_CHECKING:
+    from gradserve_client._cli.server import Server
 
 _OPTIONAL = ["step", "contributor", "refused"]
 

@@ -1,21 +1,13 @@
-"""The options of the command line, and the server that the commands call."""
+"""The options of every command."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
-from gradserve_client._http.channels import channel
-from gradserve_client._http.policy import Call, Timeouts
-from gradserve_client._http.requests import Requests
-from gradserve_client._http.runner import Runner
-from gradserve_client.buffers import Buffers
-from gradserve_client.errors import INTERRUPTED, GradserveError
-from gradserve_client.graphs import Graphs
-from gradserve_client.runs import Runs
-
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from gradserve_client._cli.server import Server
 
 
 @dataclass(frozen=True)
@@ -29,24 +21,6 @@ class Session:
 
     def server(self) -> contextlib.closing[Server]:
         """Return the server, to be closed after a `with`."""
-        return contextlib.closing(Server(self))
+        from gradserve_client._cli.server import Server
 
-
-class Server(Runner):
-    """A server that commands call. A transfer ends when nothing moves for `timeout` seconds, not when it is slow."""
-
-    def __init__(self, session: Session) -> None:
-        requests = Requests(session.url, session.api_key)
-        timeouts = Timeouts(timeout=session.timeout, cuts_transfers=False)
-        super().__init__(requests, timeouts, channel(requests, None))
-        self.buffers = Buffers(self)
-        self.graphs, self.runs = Graphs(self), Runs(self)
-
-    def run(self, call: Call[T]) -> T:
-        """Return the result of the call. Raises `GradserveError`, also if the user interrupts a change."""
-        try:
-            return super().run(call)
-        except KeyboardInterrupt:
-            if call.key is None:
-                raise
-            raise GradserveError("Interrupted", code=INTERRUPTED, idempotency_key=call.key, maybe_done=True) from None
+        return contextlib.closing(Server(self.url, self.api_key, self.timeout))

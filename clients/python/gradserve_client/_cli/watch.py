@@ -8,18 +8,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from rich.live import Live
 
 from gradserve_client._cli.output import LATE_COLUMNS, console, count, late, print_json, shape, table
-from gradserve_client._cli.session import Server
 from gradserve_client._http.words import WAITING_SECONDS, waiting
-from gradserve_client._wire import calls
-from gradserve_client.buffers import Buffers
 from gradserve_client.errors import NotFound
 from gradserve_client.models import BufferInfo, Statistics
+
+if TYPE_CHECKING:
+    from gradserve_client._cli.server import Server
+    from gradserve_client.buffers import Buffers
 
 _NUMBERS = ["step", "count", "weight", "norm", "adds/s"]
 _OPTIONAL = [*LATE_COLUMNS, "state"]
@@ -80,6 +81,8 @@ def _row(info: BufferInfo, sums: Statistics | None, rate: float | None, now: flo
 
 def _ahead(server: Server) -> float:
     """Return the seconds that the server's clock is ahead of this machine's."""
+    from gradserve_client._wire import calls
+
     its = server.run(calls.clock())
     ahead = 0.0 if its is None else its - time.time()
     return ahead if abs(ahead) > _CLOCK_SECONDS else 0.0

@@ -9,13 +9,14 @@ import typer
 from gradserve_client._cli.options import File, Key
 from gradserve_client._cli.output import print_json, print_tensor, receipt_json, receipt_line, tensor_json
 from gradserve_client._cli.session import Session
-from gradserve_client._wire import files
 
 Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="What buffers' names have before tensors' names.")]
 
 
 def set_(ctx: typer.Context, prefix: Prefix, file: File, key: Key = None) -> None:
     """Write all tensors of a safetensors or .npz file over the buffers of their names, and create those missing."""
+    from gradserve_client._wire import files
+
     session: Session = ctx.obj
     tensors = files.read_all(file)
     with session.server() as server:
@@ -28,6 +29,8 @@ def set_(ctx: typer.Context, prefix: Prefix, file: File, key: Key = None) -> Non
 
 def save(ctx: typer.Context, prefix: Prefix, file: File) -> None:
     """Write the values of all buffers with a prefix into a file, each by the rest of its name."""
+    from gradserve_client._wire import files
+
     session: Session = ctx.obj
     with session.server() as server, files.writing(file) as write:
         values = server.buffers.value(prefix=prefix)

@@ -13,9 +13,8 @@ import httpx
 
 from gradserve_client._http.address import parsed
 from gradserve_client._http.policy import Call, Send
+from gradserve_client._http.words import DEFAULT_URL
 from gradserve_client.errors import InvalidInput
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 _ASYNC_PIECE_BYTES = 1 << 20
 """Bytes that the asynchronous client sends at once, so that the event loop runs other tasks in between."""

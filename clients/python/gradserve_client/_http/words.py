@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""Where a server is that was started without options."""
+
 WAITING_SECONDS = 30.0
 """Seconds of waiting that are worth a word: a person who wonders about a silent program looks for about as long."""
 
