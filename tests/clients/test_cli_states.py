@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from gradserve_client import BufferInfo
-from gradserve_client._cli import session
+from gradserve_client._cli import server as commanded
 from gradserve_client._http.channels import HttpxChannel
 
 from tests.clients.terminal import Call, plain
@@ -85,7 +85,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
             }
             return httpx.Response(200, json=answers[request.url.path], headers={"Date": formatdate(now, usegmt=True)})
 
-        monkeypatch.setattr(session, "channel", lambda *_: HttpxChannel(httpx.MockTransport(handle)))
+        monkeypatch.setattr(commanded, "channel", lambda *_: HttpxChannel(httpx.MockTransport(handle)))
         return now
 
     return served
@@ -105,7 +105,7 @@ def test_a_server_without_a_clock_has_that_of_this_machine(call: Call, monkeypat
     info = {"name": "w", **PLAIN, "created_at": 0, "updated_at": time.time() - 40, "missing": ["rank2"]}
     answer: dict[str, Any] = {"buffers": [info], "next_cursor": None, "statistics": {}}
     transport = httpx.MockTransport(lambda _: httpx.Response(200, json=answer))
-    monkeypatch.setattr(session, "channel", lambda *_: HttpxChannel(transport))
+    monkeypatch.setattr(commanded, "channel", lambda *_: HttpxChannel(transport))
     assert call(HERE, "watch", "--count", "1").out.endswith("\trank2\twaiting for rank2 for 40 s\n")
 
 

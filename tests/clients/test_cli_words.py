@@ -153,7 +153,7 @@ def test_info_says_whom_the_server_takes_you_for(
     call: Call, server: Client, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any] | None, line: str | None
 ) -> None:
     """Servers of this version may not have the endpoint yet, and older ones never."""
-    from gradserve_client._cli import session
+    from gradserve_client._cli import server as commanded
     from gradserve_client._http.channels import HttpxChannel
 
     def refused(status: int, code: str) -> httpx.Response:
@@ -166,7 +166,7 @@ def test_info_says_whom_the_server_takes_you_for(
             return refused(503, "not_ready")
         return httpx.Response(200, json={"name": "gradserve", "max_names": 7})
 
-    monkeypatch.setattr(session, "channel", lambda *_: HttpxChannel(httpx.MockTransport(handle)))
+    monkeypatch.setattr(commanded, "channel", lambda *_: HttpxChannel(httpx.MockTransport(handle)))
     done = call(server, "info")
     assert done.code == 0, done.err
     said = dict(one.split(maxsplit=1) for one in done.out.splitlines())

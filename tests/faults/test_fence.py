@@ -250,7 +250,7 @@ def test_a_store_says_nothing_that_the_standby_lacks(pair: Pair, how: str) -> No
             return {what: threads.submit(answer, fenced[what].within(of)) for what, answer in ANSWERS.items()}
 
         expected = {what: answer(plain.within("before")) for what, answer in ANSWERS.items()}
-        assert {what: one.result(PATIENCE) for what, one in ask("before").items()} == expected
+        assert {what: answer(fenced[what].within("before")) for what, answer in ANSWERS.items()} == expected
         with cut_off(pair, how):
             prepare(plain.within("after"))
             asked = ask("after")
