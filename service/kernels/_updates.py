@@ -12,8 +12,8 @@ from service.dtypes import FLOAT64, Array, DType, compute_dtype
 from service.kernels._blocks import new_output, row_major, scratch, share_out
 from service.kernels._narrow import load, room_for, store
 
-BLOCK_LENGTH = 1 << 16
-"""Elements of a block: those of all tensors of a step fit into a core's cache together."""
+BLOCK_LENGTH = 1 << 17
+"""Elements of a block. Threads hand the interpreter lock over more often with smaller blocks, as `_blocks` says."""
 
 
 def dtype_of(group: Mapping[str, Array]) -> DType:
