@@ -48,8 +48,7 @@ STARTED_AT = "GRADSERVE_STARTED_AT"
 
 def create_app(settings: Settings) -> Application:
     """Return the service as an ASGI application. Its engine and its store live from startup to shutdown."""
-    directory = os.environ.get(METRICS_DIRECTORY) if settings.workers > 1 else None
-    shared = None if directory is None else Path(directory)
+    shared = Path(given) if settings.workers > 1 and (given := os.environ.get(METRICS_DIRECTORY)) else None
     metrics, statistics = Metrics(shared, settings.workers), OperatorStatistics()
     history = History(metrics, settings.store_bytes)
     started_at = float(os.environ.get(STARTED_AT, time.time())) if shared else time.time()

@@ -76,16 +76,22 @@ def pieces(moment: Moment, graph: Record) -> Iterator[Array]:
 
 def read(what: str, metadata: str | None, tensors: Mapping[str, Array]) -> dict[str, SavedGraph]:
     """Return the graphs of a file by the names of their tensors. Raises `MalformedBody`."""
-    everything = f"The metadata of the graphs in {what}"
+    graphs = checked(what, ("graphs", "tensor"), metadata, _GRAPH)
+    return {tensor: _saved(what, tensor, members, tensors.get(tensor)) for tensor, members in graphs.items()}
+
+
+def checked(what: str, words: tuple[str, str], metadata: str | None, rules: Members) -> dict[str, Any]:
+    """Return the members of each graph or run in the metadata of a file. Raises `MalformedBody`."""
+    everything = f"The metadata of the {words[0]} in {what}"
     try:
-        graphs = parse(everything, metadata or "{}")
-        if not isinstance(graphs, dict):
-            raise DocumentInvalid(f"{everything} is {shown(graphs)}, but must be an object")
-        for tensor, members in graphs.items():
-            check(f"The metadata of the tensor {shown(tensor)} in {what}", members, _GRAPH, _GRAPH.keys())
+        found: dict[str, Any] = parse(everything, metadata or "{}")
+        if not isinstance(found, dict):
+            raise DocumentInvalid(f"{everything} is {shown(found)}, but must be an object")
+        for name, members in found.items():
+            check(f"The metadata of the {words[1]} {shown(name)} in {what}", members, rules, rules.keys())
     except DocumentInvalid as error:
         raise MalformedBody(str(error)) from None
-    return {tensor: _saved(what, tensor, members, tensors.get(tensor)) for tensor, members in graphs.items()}
+    return found
 
 
 def _saved(what: str, tensor: str, members: Mapping[str, Any], numbers: Array | None) -> SavedGraph:

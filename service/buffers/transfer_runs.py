@@ -12,9 +12,8 @@ from service.buffers.names import LIFE, BufferName
 from service.buffers.readonly import Moment
 from service.buffers.record import Record
 from service.buffers.runs import RestoreRun, StoredRun, as_form
-from service.buffers.transfer_graphs import MAX_SECONDS
-from service.errors import MalformedBody, shown
-from service.host.documents import DocumentInvalid, Members, check, is_number, parse
+from service.buffers.transfer_graphs import MAX_SECONDS, checked
+from service.host.documents import Members, is_number
 
 SavedRun: TypeAlias = tuple[BufferName, RestoreRun]
 """A run of a file, and the change that makes it again."""
@@ -50,15 +49,7 @@ def described(moment: Moment, record: Record) -> dict[str, Any]:
 
 def read(what: str, metadata: str | None) -> list[SavedRun]:
     """Return the runs of a file. Raises `MalformedBody`."""
-    everything = f"The metadata of the runs in {what}"
-    try:
-        runs = parse(everything, metadata or "{}")
-        if not isinstance(runs, dict):
-            raise DocumentInvalid(f"{everything} is {shown(runs)}, but must be an object")
-        for name, members in runs.items():
-            check(f"The metadata of the run {shown(name)} in {what}", members, _RUN, _RUN.keys())
-    except DocumentInvalid as error:
-        raise MalformedBody(str(error)) from None
+    runs = checked(what, ("runs", "run"), metadata, _RUN)
     return [_saved(BufferName.split(name), {**members}) for name, members in runs.items()]
 
 

@@ -114,25 +114,22 @@ def _multiply(a: Array, b: Array, Y: Array, alpha: float) -> None:
     lengths = [*batch, height // MIN_PIECE_LENGTH, width // MIN_PIECE_LENGTH]
     axis = lengths.index(max(lengths))
     count = max(1, min(lengths[axis], Y.size * a.shape[-1] // PIECE_MULTIPLY_ADDS))
+    step = -(-Y.shape[axis] // count)
+    if count > 1:
+        a, b = (np.broadcast_to(tensor, (*batch, *tensor.shape[-2:])) for tensor in (a, b))
 
-    def multiply(a: Array, b: Array, target: Array) -> None:
-        np.matmul(a, b, out=target)
+    def multiply(number: int) -> None:
+        rows, columns, target = a, b, Y
+        if count > 1:
+            part = slice(number * step, (number + 1) * step)
+            place = [part if k == axis else slice(None) for k in range(Y.ndim)]
+            rows, columns = a[(*place[:-1], slice(None))], b[(*place[:-2], slice(None), place[-1])]
+            target = Y[tuple(place)]
+        np.matmul(rows, columns, out=target)
         if alpha != 1:
             np.multiply(target, alpha, out=target)
 
-    if count == 1:
-        share_out(lambda number: multiply(a, b, Y), 1)
-        return
-    step = -(-Y.shape[axis] // count)
-    a, b = (np.broadcast_to(tensor, (*batch, *tensor.shape[-2:])) for tensor in (a, b))
-
-    def multiply_piece(number: int) -> None:
-        part = slice(number * step, (number + 1) * step)
-        place = [part if k == axis else slice(None) for k in range(Y.ndim)]
-        of_rows, of_columns = (*place[:-1], slice(None)), (*place[:-2], slice(None), place[-1])
-        multiply(a[of_rows], b[of_columns], Y[tuple(place)])
-
-    share_out(multiply_piece, -(-Y.shape[axis] // step))
+    share_out(multiply, -(-Y.shape[axis] // step))
 
 
 def _round(wide: Array, Y: Array) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -120,29 +119,21 @@ def _sum(data: Array, summed: Collection[int], out: Array) -> None:
         out[...] = 0
         return
     shape, axes = tuple(1 if axis in summed else size for axis, size in enumerate(data.shape)), tuple(summed)
-    dtype, target = INT64 if out.dtype.kind == "i" else FLOAT64, out.reshape(shape)
-
-    def total(part: Any) -> Array:
-        sums: Array = np.add.reduce(data[part], axis=axes, dtype=dtype, keepdims=True)
-        return sums
-
-    if data.size <= block_length(FLOAT64):
-        with np.errstate(all="ignore"):
-            target[...] = cast(total(...), out.dtype)
-        return
     steps = _steps(data.shape, block_length(FLOAT64), sorted(range(data.ndim), key=summed.__contains__))
     counts = [-(-size // step) for size, step in zip(data.shape, steps, strict=True)]
     copies = math.prod(count for axis, count in enumerate(counts) if axis in summed)
+    dtype, target = INT64 if out.dtype.kind == "i" else FLOAT64, out.reshape(shape)
     totals = spare_memory((copies, *shape), dtype) if copies > 1 else None
 
     def add(part: Part) -> None:
+        total = np.add.reduce(data[part], axis=axes, dtype=dtype, keepdims=True)
         place = tuple(slice(None) if axis in summed else one for axis, one in enumerate(part))
         if totals is None:
-            target[place] = cast(total(part), out.dtype)
+            target[place] = cast(total, out.dtype)
         else:
             starts = [one.start // steps[axis] for axis, one in enumerate(part) if axis in summed]
             copy = np.ravel_multi_index(starts, [counts[axis] for axis in sorted(summed)])
-            totals[copy][place] = total(part)
+            totals[copy][place] = total
 
     _in_parts(add, data.shape, steps)
     if totals is not None:
@@ -168,7 +159,7 @@ def _in_parts(work: Callable[[Part], object], shape: tuple[int, ...], steps: Seq
     counts = [-(-size // step) for size, step in zip(shape, steps, strict=True)]
 
     def on_part(number: int) -> None:
-        places = np.unravel_index(number, counts) if counts else ()
+        places = np.unravel_index(number, counts) if number else (0,) * len(counts)
         work(tuple(slice(int(k) * step, (int(k) + 1) * step) for k, step in zip(places, steps, strict=True)))
 
     share_out(on_part, math.prod(counts))
