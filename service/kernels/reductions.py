@@ -159,7 +159,7 @@ def _in_parts(work: Callable[[Part], object], shape: tuple[int, ...], steps: Seq
     counts = [-(-size // step) for size, step in zip(shape, steps, strict=True)]
 
     def on_part(number: int) -> None:
-        places = np.unravel_index(number, counts) if number else (0,) * len(counts)
+        places = np.unravel_index(number, counts) if number else (np.intp(0),) * len(counts)
         work(tuple(slice(int(k) * step, (int(k) + 1) * step) for k, step in zip(places, steps, strict=True)))
 
     share_out(on_part, math.prod(counts))
