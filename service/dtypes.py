@@ -12,6 +12,7 @@ DType = np.dtype[Any]
 Array = np.ndarray[Any, DType]
 
 BOOL = np.dtype(np.bool_)
+INT8 = np.dtype(np.int8)
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
 FLOAT16 = np.dtype(np.float16)
@@ -42,6 +43,11 @@ SAFETENSORS: dict[DType, str] = {dtype: name for dtype, _, name, _ in _FORMATS}
 OPEN_INFERENCE: dict[DType, str] = {dtype: name for dtype, _, _, name in _FORMATS}
 """The datatype of each dtype in the Open Inference Protocol."""
 
+WIRE: dict[str, DType] = {**DTYPES, "int8": INT8}
+"""The dtypes of requests and answers by their JSON names: codes of gradients are int8, which no operator takes."""
+
+WIRE_NAMES: dict[DType, str] = {dtype: name for name, dtype in WIRE.items()}
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -54,6 +60,8 @@ class Kind:
 
 FLOATS = Kind("float", ("float16", "bfloat16", "float32", "float64"), "float32")
 INTEGERS = Kind("integer", ("int32", "int64"), "int64")
+CODES = Kind("code", ("int8",), "int8")
+SCALES = Kind("scale", ("float32",), "float32")
 FLAG = Kind("flag", ("bool",), "bool")
 NUMBERS = Kind("number", (*FLOATS.dtypes, *INTEGERS.dtypes), "float32")
 ELEMENTS = Kind("element", tuple(DTYPES), "float32")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from service.buffers.closing import check_may_add, close, contributed, fulfilled, next_step
-from service.buffers.gradients import Dense, Gradient, Rows, adds_nothing, check_norm
+from service.buffers.gradients import Coded, Dense, Gradient, Rows, Sent, adds_nothing, check_norm
 from service.buffers.lives import check_life, new_buffer
 from service.buffers.names import BufferName
 from service.buffers.record import Receipt, Record, Spec, unknown_buffer
@@ -171,10 +171,10 @@ class Add(Addition):
     """The addition of a gradient of the request.
 
     The gradient must broadcast to the buffer's shape. The caller must not change the gradient before the request is
-    done. `Rows` must fit the buffer's shape as they are.
+    done. `Rows` and `Coded` must fit the buffer's shape as they are.
     """
 
-    gradient: Array | Gradient | Rows
+    gradient: Gradient | Sent
 
     def admit(self, record: Record | None) -> None:
         self.admit_part(record)
@@ -193,7 +193,7 @@ class Add(Addition):
         """Return the gradient, broadcast to the buffer's shape. Raises `ShapeMismatch` and `IndexOutOfRange`."""
         if isinstance(self.gradient, np.ndarray):
             return Dense(self.gradient, spec.shape, self.tensor)
-        if isinstance(self.gradient, Rows):
+        if isinstance(self.gradient, Rows | Coded):
             return self.gradient.onto(spec.shape, self.tensor)
         if self.gradient.shape == spec.shape:
             return self.gradient

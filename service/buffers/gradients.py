@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from service.buffers.record import Spec
-from service.dtypes import Array, DType
+from service.codecs.codes import BLOCK_LENGTH, block_count, decode
+from service.dtypes import FLOAT32, INT8, INT64, Array, DType
 from service.errors import IndexOutOfRange, NonfiniteGradient, NormTooLarge, ShapeMismatch
 from service.kernels import accumulate
 from service.kernels.gather import GatheredRows
@@ -102,7 +104,33 @@ class Rows:
             raise IndexOutOfRange(f"{name}/{error.detail}", tensor=f"{name}/indices", index=index) from None
 
 
-def adds_nothing(gradient: Array | Gradient | Rows) -> bool:
+class Coded:
+    """A gradient in 8 bits: int8 `codes` of its shape, and a float32 for each block of the flat codes, `scales`."""
+
+    dtype = FLOAT32
+
+    def __init__(self, codes: Array, scales: Array) -> None:
+        self.shape: tuple[int, ...] = codes.shape
+        self.codes, self.scales = codes, scales
+
+    def onto(self, shape: tuple[int, ...], name: str = "gradient") -> Coded:
+        """Return the gradient for a value of this shape. Raises `ShapeMismatch`, with the gradient's `name`."""
+        if self.shape != shape:
+            problem = f"{name}/codes has shape {list(self.shape)}, but must have the buffer's, {list(shape)}"
+            raise ShapeMismatch(problem, tensor=f"{name}/codes")
+        return self
+
+    def piece(self, start: int, stop: int) -> Array:
+        first = start // BLOCK_LENGTH
+        codes = self.codes.reshape(-1)[first * BLOCK_LENGTH : stop]
+        return decode(codes, self.scales[first : block_count(stop)])[start - first * BLOCK_LENGTH :]
+
+
+Sent: TypeAlias = Array | Rows | Coded
+"""A gradient as a request has it."""
+
+
+def adds_nothing(gradient: Gradient | Sent) -> bool:
     """Return whether the gradient has no rows, or is a single 0, which a worker without data sends for each buffer."""
     if isinstance(gradient, np.ndarray):
         return gradient.size == 1 and not gradient.any()
@@ -116,10 +144,40 @@ def _flat(array: Array) -> Array | np.flatiter[Array]:
     return array.squeeze().flat  # flat has at most 32 dimensions; 33 without a 1 would be 2**33 elements
 
 
-def stored_bytes(gradient: Gradient) -> int:
-    """Return the bytes of a gradient as it came: before it is broadcast, or the rows of a sparse gradient."""
+def numbers_of(gradient: Gradient) -> Array:
+    """Return the numbers of a gradient as it came: before it is broadcast, or rows, or codes."""
     if isinstance(gradient, GatheredRows):
-        return int(gradient.grad.nbytes) + 2 * 8 * len(gradient.grad)  # with two int64 for each row
+        return gradient.grad
+    assert isinstance(gradient, Dense | Coded)
+    return gradient.codes if isinstance(gradient, Coded) else gradient.array
+
+
+def beside(gradient: Gradient) -> list[Array]:
+    """Return what a gradient has beside its numbers: the index of its rows, or the scales of its codes."""
+    if isinstance(gradient, GatheredRows):
+        return [gradient.index]
+    return [gradient.scales] if isinstance(gradient, Coded) else []
+
+
+def beside_bytes(shape: Sequence[int], dtype: DType) -> int:
+    """Return the bytes of what rows, or codes, of this shape and dtype have beside them."""
+    return FLOAT32.itemsize * block_count(math.prod(shape)) if dtype == INT8 else 2 * INT64.itemsize * shape[0]
+
+
+def of_stored(shape: tuple[int, ...], numbers: Array, others: Sequence[Array]) -> Gradient:
+    """Return the gradient of this shape that has these numbers, and the bytes of what was beside them."""
+    if not others:
+        return Dense(numbers, shape)
+    if numbers.dtype == INT8:
+        return Coded(numbers, others[0].view(FLOAT32))
+    return GatheredRows.of(shape, others[0].view(INT64).reshape(2, len(numbers)), numbers)
+
+
+def stored_bytes(gradient: Gradient) -> int:
+    """Return the bytes of a gradient as it came."""
+    if isinstance(gradient, GatheredRows | Coded):
+        numbers = numbers_of(gradient)
+        return int(numbers.nbytes) + beside_bytes(numbers.shape, numbers.dtype)
     if isinstance(gradient, Dense):
         return int(gradient.array.nbytes)
     return math.prod(gradient.shape) * gradient.dtype.itemsize

@@ -23,7 +23,7 @@ from service.codecs._parser import LISTS, OBJECTS, TEXT_COPIES, VALUE_BYTES, Bod
 from service.codecs._parser import Pairs as Pairs
 from service.codecs._parser import Text as Text
 from service.codecs._parser import without_mark as without_mark
-from service.dtypes import NAMES, Array, DType
+from service.dtypes import WIRE_NAMES, Array, DType
 from service.errors import BodyTooLarge, InvalidTensor, MalformedBody, shown
 from service.limits import Limits
 
@@ -190,13 +190,14 @@ def encoded_bytes(shape: Sequence[int], dtype: DType, encoding: Encoding) -> int
 
 def encode_tensor(tensor: Array, encoding: Encoding) -> list[bytes]:
     """Return the pieces of a tensor's JSON object."""
-    head = orjson.dumps({"dtype": NAMES[tensor.dtype], "shape": tensor.shape})[:-1]
+    head = orjson.dumps({"dtype": WIRE_NAMES[tensor.dtype], "shape": tensor.shape})[:-1]
     if encoding == "base64":
         return [head, b',"base64":"', pybase64.b64encode(bytes_of(tensor)), b'"}']
     return [head, b',"data":', *list_text(tensor), b"}"]
 
 
-_NUMBER_BYTES = {("b", 1): 6, ("i", 4): 12, ("i", 8): 21, ("f", 2): 18, ("V", 2): 18, ("f", 4): 18, ("f", 8): 26}
+_INTEGER_BYTES = {("b", 1): 6, ("i", 1): 5, ("i", 4): 12, ("i", 8): 21}
+_NUMBER_BYTES = {**_INTEGER_BYTES, ("f", 2): 18, ("V", 2): 18, ("f", 4): 18, ("f", 8): 26}
 """The most bytes of a number in a list, with a comma, by the dtype's kind and size."""
 
 

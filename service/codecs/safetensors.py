@@ -16,7 +16,7 @@ import orjson
 
 from service.codecs._bytes import bytes_of, view
 from service.codecs._headers import MAX_HEADER_VALUES, as_object, check_shape, load
-from service.dtypes import SAFETENSORS, Array, DType
+from service.dtypes import INT8, SAFETENSORS, Array, DType
 from service.errors import InvalidTensor, MalformedBody, shown
 from service.limits import Limits
 
@@ -37,7 +37,8 @@ CACHED_HEADER_BYTES = 1 << 16
 TensorType: TypeAlias = tuple[DType, tuple[int, ...]]
 """A tensor's dtype and shape."""
 
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
+_NAMES = {**SAFETENSORS, INT8: "I8"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def decode(body: memoryview, limits: Limits) -> dict[str, Array]:
@@ -168,7 +169,7 @@ def head(tensors: Mapping[str, TensorType], metadata: Mapping[str, str] | None =
     end = 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": SAFETENSORS[dtype], "shape": shape, "data_offsets": [start, end]}
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = orjson.dumps(header)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "rows of another width": ({"gradient": in_json(rows=ROWS[:, :1])}, "shape_mismatch", ("[3, 1]", "[3, 2]")),
     "an index too large": ({"gradient": in_json([0, 4, 0])}, "index_out_of_range", ("/indices[1] is 4", "[-4, 3]")),
     "an index too small": (in_safetensors(indices=[0, 0, -5]), "index_out_of_range", ("gradient/indices[2] is -5",)),
-    "both": ({**in_safetensors(), "gradient": ROWS}, "invalid_tensor", ("gradient", "as a tensor and as rows")),
+    "both": ({**in_safetensors(), "gradient": ROWS}, "invalid_tensor", ("gradient", "as a tensor and as")),
     "another gradient": ({"gradient": in_json(), "other": in_json()}, "unknown_tensor", ("other",)),
     "another part": ({"gradient/values": ROWS}, "unknown_tensor", ("gradient/values",)),
     "a slash in JSON": ({"gradient/indices": [0], "gradient/rows": [[1, 2]]}, "unknown_tensor", ("gradient/indices",)),

@@ -1,7 +1,8 @@
-"""The gradients in the body of a request, dense and sparse.
+"""The gradients in the body of a request: dense, sparse, or in 8 bits.
 
-A sparse gradient is two tensors, integer `indices` and `rows`. In JSON they are the members of an object, which takes
-the place of the tensor. In a safetensors file, and in errors, their names are `NAME/indices` and `NAME/rows`.
+A sparse gradient is two tensors, integer `indices` and `rows`, and a gradient in 8 bits is int8 `codes` and `scales`.
+In JSON they are the members of an object, which takes the place of the tensor. In a safetensors file, and in errors,
+their names are `NAME/indices` and so on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
+import numpy as np
+
 from service.api.buffers.request import Received
 from service.api.http.answer import JSON
 from service.api.http.body import header_of, is_quick
@@ -18,11 +21,12 @@ from service.api.http.call import Call
 from service.api.http.offload import INLINE_LOOKUPS
 from service.api.http.tensor_forms import read_tensor
 from service.buffers.changes import Add
-from service.buffers.gradients import Rows
+from service.buffers.gradients import Coded, Rows, Sent
 from service.buffers.names import BufferName
 from service.codecs import json as json_codec
 from service.codecs import safetensors
-from service.dtypes import FLOATS, INTEGERS, NAMES, Array, Kind
+from service.codecs.codes import BLOCK_LENGTH, LARGEST_CODE, block_count
+from service.dtypes import CODES, FLOATS, INTEGERS, NAMES, SCALES, WIRE_NAMES, Array, Kind
 from service.errors import (
     DtypeMismatch,
     IndexOutOfRange,
@@ -35,8 +39,13 @@ from service.errors import (
 )
 from service.limits import Limits
 
-PARTS = {"indices": INTEGERS, "rows": FLOATS}
-"""The tensors of a sparse gradient."""
+FORMS = {
+    "a sparse gradient": {"indices": INTEGERS, "rows": FLOATS},
+    "a gradient in 8 bits": {"codes": CODES, "scales": SCALES},
+}
+"""The tensors of the gradients that have two."""
+
+PARTS = {part: kind for form in FORMS.values() for part, kind in form.items()}
 
 INLINE_INDICES = 1 << 12
 """Indices that the event loop sorts itself: about half a millisecond."""
@@ -44,10 +53,10 @@ INLINE_INDICES = 1 << 12
 SORTED_BYTES = 40
 """Bytes of memory for an index: counted from the front, in order, its place, and twice that to sort them."""
 
-Gradients: TypeAlias = Mapping[str, Array | Rows]
+Gradients: TypeAlias = Mapping[str, Sent]
 
 Parts: TypeAlias = dict[str, dict[str, Array]]
-"""The tensors of sparse gradients, by the gradient's name and their own."""
+"""The tensors of these gradients, by the gradient's name and their own."""
 
 
 async def gradients(call: Call, received: Received) -> tuple[Gradients, json_codec.Encoding]:
@@ -83,7 +92,8 @@ def _from_json(body: memoryview, limits: Limits) -> tuple[Gradients, json_codec.
 def _parts(document: json_codec.Document, name: str, members: Mapping[str, object]) -> dict[str, Array]:
     for member in members:
         if member not in PARTS:
-            problem = f"{name}.{member} is unknown; the members of a sparse gradient are {', '.join(PARTS)}"
+            forms = " or ".join(", ".join(form) for form in FORMS.values())
+            problem = f"{name}.{member} is unknown; the members of such a gradient are {forms}"
             raise InvalidTensor(problem, tensor=name)
     places = {part: f"{name}/{part}" for part in members}
     return {
@@ -105,41 +115,67 @@ def _from_safetensors(body: memoryview, limits: Limits) -> tuple[Gradients, json
 
 
 def _checked(tensors: Mapping[str, Array], parts: Parts) -> Gradients:
-    """Return all gradients. Raises `DtypeMismatch`, and what `_rows` raises."""
+    """Return all gradients. Raises `DtypeMismatch`, and what `_joined` raises."""
     for name, tensor in tensors.items():
-        if NAMES[tensor.dtype] not in FLOATS.dtypes:
+        if NAMES.get(tensor.dtype) not in FLOATS.dtypes:
             raise _wrong_dtype(name, tensor, FLOATS)
     if not parts:
         return tensors
     if twice := tensors.keys() & parts.keys():
         name = min(twice)
-        raise InvalidTensor(f"{name} is there as a tensor and as rows, but must be one of them", tensor=name)
-    return {**tensors, **{name: _rows(name, each) for name, each in parts.items()}}
+        raise InvalidTensor(f"{name} is there as a tensor and as {' and '.join(sorted(parts[name]))}, but must be one of them", tensor=name)
+    return {**tensors, **{name: _joined(name, each) for name, each in parts.items()}}
 
 
-def _rows(name: str, parts: Mapping[str, Array]) -> Rows:
-    """Return a sparse gradient. Raises `MissingTensor`, `DtypeMismatch` and `ShapeMismatch`."""
-    for part, kind in PARTS.items():
+def _joined(name: str, parts: Mapping[str, Array]) -> Rows | Coded:
+    """Return a gradient of two tensors. Raises `MissingTensor`, `InvalidTensor`, `DtypeMismatch` and `ShapeMismatch`.
+
+    Parts of both forms lack one of each.
+    """
+    form, kinds = next((form, kinds) for form, kinds in FORMS.items() if not kinds.keys().isdisjoint(parts))
+    for part, kind in kinds.items():
         place = f"{name}/{part}"
         if part not in parts:
-            raise MissingTensor(f"{place} is missing: a sparse gradient has {' and '.join(PARTS)}", tensor=place)
-        if NAMES[parts[part].dtype] not in kind.dtypes:
+            raise MissingTensor(f"{place} is missing: {form} has {' and '.join(kinds)}", tensor=place)
+        if WIRE_NAMES[parts[part].dtype] not in kind.dtypes:
             raise _wrong_dtype(place, parts[part], kind)
-    indices = parts["indices"]
+    if more := parts.keys() - kinds.keys():
+        place = f"{name}/{min(more)}"
+        raise InvalidTensor(f"{place} is one too many: {form} has {' and '.join(kinds)} alone", tensor=place)
+    return _coded(name, **parts) if "codes" in parts else _rows(name, **parts)
+
+
+def _rows(name: str, indices: Array, rows: Array) -> Rows:
     if indices.ndim != 1:
         problem = f"{name}/indices has shape {list(indices.shape)}, but must have one dimension"
         raise ShapeMismatch(problem, tensor=f"{name}/indices")
-    return Rows(indices, parts["rows"])
+    return Rows(indices, rows)
+
+
+def _coded(name: str, codes: Array, scales: Array) -> Coded:
+    expected, place = (block_count(codes.size),), f"{name}/scales"
+    if scales.shape != expected:
+        problem = f"{place} has shape {list(scales.shape)}, but must have {list(expected)}: one for each"
+        raise ShapeMismatch(f"{problem} {BLOCK_LENGTH} of the {codes.size} codes", tensor=place)
+    if (scales < 0).any():
+        first = int((scales < 0).argmax())
+        raise InvalidTensor(f"{place}[{first}] is {scales[first]}, but must be 0 or more", tensor=place)
+    if codes.size and codes.min() < -LARGEST_CODE:
+        first = int((codes < -LARGEST_CODE).argmax())
+        subscripts = "".join(f"[{k}]" for k in np.unravel_index(first, codes.shape))
+        problem = f"{name}/codes{subscripts} is -128, but must be in [-127, 127]"
+        raise InvalidTensor(problem, tensor=f"{name}/codes")
+    return Coded(codes, scales)
 
 
 def _wrong_dtype(name: str, tensor: Array, kind: Kind) -> DtypeMismatch:
     return DtypeMismatch(f"{name} is {tensor.dtype}, but must be one of {', '.join(kind.dtypes)}", tensor=name)
 
 
-def only_gradient(tensors: Gradients) -> Array | Rows:
+def only_gradient(tensors: Gradients) -> Sent:
     """Return the tensor `gradient`. Raises `UnknownTensor` for another name, and `MissingTensor`."""
     for name, value in tensors.items():
-        if name in ("weight", "step") and not isinstance(value, Rows) and value.size == 1:
+        if name in ("weight", "step") and isinstance(value, np.ndarray) and value.size == 1:
             raise UnknownTensor(f"{name} goes into the query: ?{name}={float(value.item()):g}", tensor=name)
         if name != "gradient":
             raise UnknownTensor(f"{shown(name)} is unknown: this request takes the tensor gradient", tensor=name)

@@ -12,7 +12,7 @@ from service.api.http.tensor_forms import absent, input_type, output_type
 from service.buffers.pushes import MAX_PARTS
 from service.buffers.specs import RULES
 from service.codecs import json as json_codec
-from service.dtypes import FLOATS, INTEGERS
+from service.dtypes import CODES, FLOATS, INTEGERS, SCALES
 
 MAX_WAIT_SECONDS = 600.0
 """The longest wait for a step: ten minutes. A proxy must wait longer; deploy/nginx.conf does."""
@@ -218,7 +218,16 @@ class SparseGradient(BaseModel):
     rows: input_type(FLOATS)  # type: ignore[valid-type]
 
 
-Gradient = TypeAliasType("Gradient", input_type(FLOATS) | SparseGradient)  # type: ignore[valid-type]
+class CodedGradient(BaseModel):
+    """A gradient in 8 bits: each element is its code times the scale of its block of 256, in row-major order."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    codes: input_type(CODES)  # type: ignore[valid-type]
+    scales: input_type(SCALES)  # type: ignore[valid-type]
+
+
+Gradient = TypeAliasType("Gradient", input_type(FLOATS) | SparseGradient | CodedGradient)  # type: ignore[valid-type]
 
 
 class GradientBody(BaseModel):

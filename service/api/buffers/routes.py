@@ -33,14 +33,13 @@ from service.api.http.offload import INLINE_BYTES, INLINE_TEXT_BYTES
 from service.api.http.routing import SAFETENSORS_BODY, access, body
 from service.api.http.waiting import ANY
 from service.buffers.changes import Add, Create, Delete, Take, Zero
-from service.buffers.gradients import Rows
+from service.buffers.gradients import Sent
 from service.buffers.lives import check_life, of_this_life
 from service.buffers.names import MAX_NAME_CHARACTERS, check_length, check_name
 from service.buffers.record import Record, Spec
 from service.buffers.rules import SetRules, check_names, new_spec
 from service.buffers.steps import check_contributor
 from service.buffers.store import Store
-from service.dtypes import Array
 from service.errors import GradserveError
 from service.limits import MAX_RANK
 
@@ -281,9 +280,7 @@ def new_take(query: TakeQuery, name: str, match: frozenset[str] | None = None) -
     )
 
 
-def new_add(
-    name: str, tensor: str, gradient: Array | Rows, query: AccumulateQuery, match: frozenset[str] | None
-) -> Add:
+def new_add(name: str, tensor: str, gradient: Sent, query: AccumulateQuery, match: frozenset[str] | None) -> Add:
     """Return the change that adds the gradient, which the request calls `tensor`."""
     return Add(
         name=name,

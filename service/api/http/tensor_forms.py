@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
 from service.codecs import json as json_codec
-from service.dtypes import DTYPES, Array, Kind
+from service.dtypes import WIRE, Array, Kind
 from service.errors import InvalidTensor, must
 
 _ABSENT: Any = object()
@@ -28,7 +28,7 @@ class Envelope(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    dtype: Literal[tuple(DTYPES)] | None = None  # type: ignore[valid-type]
+    dtype: Literal[tuple(WIRE)] | None = None  # type: ignore[valid-type]
     shape: list[Dimension] | None = None
     data: Any = _ABSENT
     base64: str | None = None
@@ -66,9 +66,9 @@ def read_tensor(document: json_codec.Document, name: str, value: Any, default: s
     Raises `InvalidTensor`, `TooManyDimensions` and `TensorTooLarge`. The caller must call `finish` before it uses it.
     """
     if not isinstance(value, dict):
-        return document.tensor(name, value, DTYPES[default])
+        return document.tensor(name, value, WIRE[default])
     envelope = _envelope(name, value)
-    dtype = DTYPES[envelope.dtype or default]
+    dtype = WIRE[envelope.dtype or default]
     if envelope.base64 is None:
         return document.tensor(name, envelope.data, dtype, envelope.shape)
     return document.base64(name, envelope.base64, dtype, envelope.shape or [])
@@ -94,6 +94,8 @@ it."""
 _DATA: Mapping[str, Any] = {
     "float": Numbers,
     "integer": Integers,
+    "code": Integers,
+    "scale": Numbers,
     "flag": Booleans,
     "number": Numbers,
     "element": Values,

@@ -14,7 +14,7 @@ import numpy as np
 
 from service.buffers.batches import COST_OF_BUFFER
 from service.buffers.changes import Add
-from service.buffers.gradients import Dense, Gradient, Rows, stored_bytes
+from service.buffers.gradients import Dense, Gradient, Rows, Sent, numbers_of, stored_bytes
 from service.buffers.graph_changes import PutGraph
 from service.buffers.lmdb.sums import is_sum, may_be_sum
 from service.buffers.lmdb.transaction import LmdbTransaction
@@ -26,7 +26,6 @@ from service.buffers.pushes import DRAFT, Part, Push, StagedPart
 from service.buffers.staging import Admitted, push_of, put_push
 from service.dtypes import Array
 from service.errors import GradserveError
-from service.kernels.gather import GatheredRows
 
 MOST_OF_GRAPH = 1 << 24
 """What a transaction writes of a graph: other requests, even of the same trainer, wait for it up to 50 ms."""
@@ -117,7 +116,7 @@ def _size(request: Request) -> int:
     return sum(_nbytes(change.gradient) for change in request.changes if isinstance(change, Add))
 
 
-def _nbytes(gradient: Array | Gradient | Rows) -> int:
+def _nbytes(gradient: Gradient | Sent) -> int:
     if isinstance(gradient, np.ndarray):
         return gradient.nbytes
     return gradient.rows.nbytes if isinstance(gradient, Rows) else stored_bytes(gradient)
@@ -145,8 +144,7 @@ def _arrays(adds: Admitted) -> Iterator[tuple[Array, bool]]:
     """Yield the arrays that can be written piece by piece, and whether each may become the sum of its buffer."""
     for _, add, record in adds:
         gradient = add.onto(record.spec)
-        assert isinstance(gradient, Dense | GatheredRows)
-        array = gradient.array if isinstance(gradient, Dense) else gradient.grad
+        array = numbers_of(gradient)
         if add.counts and array.flags.c_contiguous:
             yield array, isinstance(gradient, Dense) and may_be_sum(record.spec, array)
 

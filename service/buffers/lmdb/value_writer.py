@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from service.buffers import failpoints
-from service.buffers.gradients import Dense, Gradient, add_piece, stored_bytes
+from service.buffers.gradients import Dense, Gradient, add_piece, beside, numbers_of, stored_bytes
 from service.buffers.lmdb.caches import CachedValue, ValueCache
 from service.buffers.lmdb.format import NUMBER, keep
 from service.buffers.lmdb.slots import CHUNK_BYTES, Databases, Slots, stored_number
@@ -35,7 +35,7 @@ from service.buffers.lmdb.values import (
 from service.buffers.packed import SEAL_BYTES
 from service.buffers.pushes import Place
 from service.buffers.record import Spec
-from service.dtypes import NAMES, Array
+from service.dtypes import WIRE_NAMES, Array
 from service.errors import BufferCorrupt
 from service.kernels.gather import GatheredRows
 
@@ -225,12 +225,9 @@ class ValueWriter(ValueReader):
 
     def _store(self, gradient: Gradient, weight: float = 1.0) -> StoredGradient:
         """Store a gradient as it came."""
-        if isinstance(gradient, GatheredRows):
-            array, ids = gradient.grad, [self.store_bytes(each) for each in (gradient.index, gradient.grad)]
-        else:
-            assert isinstance(gradient, Dense)
-            array, ids = gradient.array, [self.store_bytes(gradient.array)]
-        return StoredGradient(ids, array.shape, NAMES[array.dtype], weight)
+        array = numbers_of(gradient)
+        ids = [self.store_bytes(each) for each in (*beside(gradient), array)]
+        return StoredGradient(ids, array.shape, WIRE_NAMES[array.dtype], weight)
 
     def store_bytes(self, array: Array) -> int:
         """Store the bytes of an array as a value. Return its id."""

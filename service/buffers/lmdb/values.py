@@ -18,18 +18,14 @@ import numpy as np
 import orjson
 import xxhash
 
-from service.buffers.gradients import Dense, Gradient, add_piece
+from service.buffers.gradients import Gradient, add_piece, beside_bytes, of_stored
 from service.buffers.lmdb.format import NUMBER
 from service.buffers.lmdb.slots import CHUNK_BYTES, Databases
 from service.buffers.packed import SEAL_BYTES, unseal
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
-from service.dtypes import BOOL, DTYPES, Array, DType
+from service.dtypes import BOOL, WIRE, Array, DType
 from service.errors import BufferCorrupt
-from service.kernels.gather import GatheredRows
-
-INDEX_BYTES = 16
-"""Two int64 for each row of a sparse gradient: its row of the value, and its row of the gradient."""
 
 _CHUNK = struct.Struct("<qQ")
 _LENGTH = struct.Struct("<I")
@@ -47,9 +43,9 @@ ZEROS = Chunk(-1, 0)
 
 
 class StoredGradient(NamedTuple):
-    """A gradient as it came: the ids of its numbers, or of the indices and the rows of a sparse gradient.
+    """A gradient as it came: the id of its numbers, behind that of what rows or codes have beside them.
 
-    Shape and dtype are those of the numbers before they are broadcast, or of the rows.
+    Shape and dtype are those of the numbers before they are broadcast, or of the rows, or of the codes.
     """
 
     ids: Sequence[int]
@@ -62,8 +58,9 @@ class StoredGradient(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """The bytes under each id."""
-        indices = [INDEX_BYTES * self.shape[0]] if len(self.ids) > 1 else []
-        return [*indices, math.prod(self.shape) * DTYPES[self.dtype].itemsize]
+        dtype = WIRE[self.dtype]
+        others = [beside_bytes(self.shape, dtype)] if len(self.ids) > 1 else []
+        return [*others, math.prod(self.shape) * dtype.itemsize]
 
     @property
     def nbytes(self) -> int:
@@ -162,15 +159,12 @@ class ValueReader:
 
     def gradient(self, spec: Spec, stored: StoredGradient) -> Gradient:
         """Return a stored gradient, of the buffer's shape."""
-        dtype, shape = DTYPES[stored.dtype], tuple(stored.shape)
+        dtype, shape = WIRE[stored.dtype], tuple(stored.shape)
         value, entry = stored.ids[-1], self._entry(stored.ids[-1])
         if stored.is_streamed(spec) and entry.inline is None:
             return _Streamed(shape, dtype, lambda number, out: self._read(value, entry.chunks, number, out))
-        *index, array = map(self.load_bytes, stored.ids, stored.sizes)
-        array = array.view(dtype).reshape(shape)
-        if index:
-            return GatheredRows.of(spec.shape, index[0].view(np.int64).reshape(2, shape[0]), array)
-        return Dense(array, spec.shape)
+        *others, array = map(self.load_bytes, stored.ids, stored.sizes)
+        return of_stored(spec.shape, array.view(dtype).reshape(shape), others)
 
     def check(self, stored: StoredGradient) -> None:
         """Read a stored gradient."""
