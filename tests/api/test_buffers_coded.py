@@ -8,15 +8,23 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
+from service.codecs import safetensors as codec
+from service.codecs.codes import encode
 from service.dtypes import Array
-from tests.api.calls import create, fresh, metadata, ok, saved, state, value
+from service.limits import Limits
+from tests.api.calls import add, create, fresh, get, metadata, ok, saved, state, value
 from tests.api.headers import KEY, REPLAYED
 from tests.api.test_buffers_sparse import STORES, TO_JSON, post
 from tests.serving import assert_problem
 
 STORES = STORES
 """The stores of the fixture `http`."""
+
+SAFE_ANSWER, INT8 = {"Accept": codec.MEDIA_TYPE}, {"encoding": "int8"}
 
 SHAPE = (3, 200)
 """Two whole blocks of 256 elements, and a short one."""
@@ -29,7 +37,9 @@ def coded(shape: tuple[int, ...] = SHAPE, seed: int = 1) -> tuple[Array, Array]:
 
 
 def decoded(codes: Array, scales: Array) -> Array:
-    return (codes.reshape(-1) * np.repeat(scales, 256)[: codes.size]).reshape(codes.shape)
+    with np.errstate(invalid="ignore"):
+        numbers: Array = codes.reshape(-1) * np.repeat(scales, 256)[: codes.size]
+    return numbers.reshape(codes.shape)
 
 
 def in_lists(codes: Array, scales: Array) -> dict[str, Any]:
@@ -123,6 +133,104 @@ def test_the_norm_is_that_of_the_numbers(http: httpx.Client) -> None:
     codes, scales = np.full(300, 100, np.int8), np.full(2, 0.01, np.float32)  # a norm of 17.32
     assert_problem(post(http, f"{name}/accumulate", in_safetensors(codes, scales)), 422, "norm_too_large", "17.3")
     ok(post(http, f"{name}/accumulate", in_safetensors(codes, scales / 2)))
+
+
+def encoded(numbers: Array) -> tuple[Array, Array]:
+    """Return codes and scales by the rule of the documents, an element at a time."""
+    flat = numbers.astype(np.float32).reshape(-1)
+    codes, scales = np.zeros(flat.size, np.int8), np.zeros(-(-flat.size // 256), np.float32)
+    for block in range(scales.size):
+        part = flat[256 * block : 256 * (block + 1)]
+        scales[block] = np.abs(part).max() / np.float32(127)
+        if np.isfinite(scales[block]) and scales[block]:
+            codes[256 * block :][: part.size] = [max(-127, min(127, round(float(x / scales[block])))) for x in part]
+    return codes.reshape(numbers.shape), scales
+
+
+def read(http: httpx.Client, name: str, **query: Any) -> tuple[Array, Array]:
+    """Return the codes and the scales of a value, which JSON and safetensors have alike."""
+    query = {"encoding": "int8", **query}
+    found = codec.decode(memoryview(get(http, name, SAFE_ANSWER, **query).read()), Limits(1 << 30))
+    assert {*found} == {"value/codes", "value/scales"}
+    member = ok(get(http, name, **query))["value"]
+    for part, one in member.items():
+        bits = found[f"value/{part}"]
+        assert base64.b64decode(one["base64"]) == bits.tobytes()
+        assert (one["dtype"], one["shape"]) == (bits.dtype.name, [*bits.shape])
+    return found["value/codes"], found["value/scales"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_a_value_is_encoded_by_the_rule(http: httpx.Client, dtype: str) -> None:
+    numbers = np.random.default_rng(1).normal(size=(7, 300)).astype(dtype)
+    numbers[0, :256] = 0
+    numbers[1, 0], numbers[6, 299] = (1e4, -1e4)
+    name = create(http, shape=numbers.shape, dtype=dtype)
+    ok(post(http, f"{name}/accumulate", {"gradient": numbers}, weight=4))
+    for query, divisor in (({}, 1), ({"reduce": "mean"}, 4)):
+        found = read(http, name, **query)
+        for one, expected in zip(found, encoded(4 * numbers.astype(np.float64) / divisor), strict=True):
+            assert np.array_equal(one, expected)
+        error = np.abs(decoded(*found) - 4 * numbers.astype(np.float64) / divisor)
+        assert (error <= np.repeat(found[1], 256)[: error.size].reshape(error.shape) * 0.501).all()
+
+
+def test_takes_and_many_values_are_encoded(http: httpx.Client) -> None:
+    names, numbers = [create(http, shape=(300,)) for _ in range(2)], np.arange(300, dtype=np.float32)
+    for name in names:
+        ok(post(http, f"{name}/accumulate", {"gradient": numbers}))
+    query, both = {"encoding": "int8"}, {"names": names}
+    expected = encoded(numbers)
+    taken = http.post("/v1/buffers/take", json=both, params=query, headers=SAFE_ANSWER)
+    later = http.post("/v1/buffers/value", json=both, params={**query, "step": 0}, headers=SAFE_ANSWER)
+    for answer in (taken, later):
+        found = codec.decode(memoryview(answer.read()), Limits(1 << 30))
+        for name in names:
+            assert np.array_equal(found[f"{name}/codes"], expected[0])
+            assert np.array_equal(found[f"{name}/scales"], expected[1])
+    answer = ok(http.post("/v1/buffers/value", json=both, params={**query, "step": 0}))["buffers"]
+    assert {*answer[names[0]]["value"]} == {"codes", "scales"}
+    ok(post(http, f"{names[0]}/accumulate", {"gradient": numbers}))
+    assert {*ok(http.post(f"/v1/buffers/{names[0]}/take", params=query))["value"]} == {"codes", "scales"}
+
+
+def test_an_encoded_value_has_a_tag_of_its_own(http: httpx.Client) -> None:
+    name = create(http, shape=(300,))
+    tags = {get(http, name, headers, **query).headers["etag"] for headers in ({}, SAFE_ANSWER) for query in ({}, INT8)}
+    assert len(tags) == 4
+    tag = get(http, name, **INT8).headers["etag"]
+    assert get(http, name, {"If-None-Match": tag}, **INT8).status_code == 304
+    assert get(http, name, {"If-None-Match": tag}).status_code == 200
+    assert ok(post(http, f"{name}/zero", {}))["step"] == 1
+    assert http.post(f"/v1/buffers/{name}/zero", headers={"If-Match": tag}).status_code == 412
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_a_block_that_is_not_finite_is_nan(http: httpx.Client, number: float) -> None:
+    numbers = np.ones(600, np.float32)
+    numbers[300] = number
+    name = create(http, shape=(600,))
+    ok(post(http, f"{name}/accumulate", {"gradient": numbers}))
+    codes, scales = read(http, name)
+    assert np.isfinite(scales).tolist() == [True, False, True]
+    assert not codes[256:512].any()
+    assert np.isnan(decoded(codes, scales)).tolist() == [False] * 256 + [True] * 256 + [False] * 88
+
+
+@settings(max_examples=50, deadline=None)
+@given(arrays(np.float32, st.integers(0, 600), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
+def test_any_numbers_are_encoded_by_the_rule(numbers: Array) -> None:
+    with np.errstate(all="ignore"):
+        found, expected = encode(numbers), encoded(numbers)
+    assert np.array_equal(found[0], expected[0])
+    assert found[1].tobytes() == expected[1].tobytes()
+    assert np.abs(found[0].astype(int)).max(initial=0) <= 127
+
+
+def test_an_encoding_goes_without_a_dtype(http: httpx.Client) -> None:
+    name = create(http)
+    assert_problem(get(http, name, dtype="float16", **INT8), 422, "invalid_parameter", "encoding=int8", "dtype")
+    assert_problem(add(http, name, [1, 2], **INT8), 422, "invalid_parameter", "encoding")
 
 
 CODES, SCALES = coded()

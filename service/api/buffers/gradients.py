@@ -123,7 +123,10 @@ def _checked(tensors: Mapping[str, Array], parts: Parts) -> Gradients:
         return tensors
     if twice := tensors.keys() & parts.keys():
         name = min(twice)
-        raise InvalidTensor(f"{name} is there as a tensor and as {' and '.join(sorted(parts[name]))}, but must be one of them", tensor=name)
+        raise InvalidTensor(
+            f"{name} is there as a tensor and as {' and '.join(sorted(parts[name]))}, but must be one of them",
+            tensor=name,
+        )
     return {**tensors, **{name: _joined(name, each) for name, each in parts.items()}}
 
 

@@ -36,6 +36,10 @@ Encoding = Annotated[
     json_codec.Encoding | None,
     Field(description="How a JSON answer writes tensors; by default in base64 if the request does, or else as lists."),
 ]
+ValueEncoding = Annotated[
+    json_codec.Encoding | Literal["int8"] | None,
+    Field(description="`int8`: codes and scales, which are 0.26 of float32; in JSON in base64. The others: see above."),
+]
 Reduce = Annotated[Literal["sum", "mean"], Field(description="The sum, or the sum divided by the sum of the weights.")]
 AnswerDtype = Annotated[FloatName | None, Field(description="The dtype of the answer; by default the buffer's.")]
 
@@ -152,7 +156,7 @@ class ValueQuery(_Query):
     step: int | None = Field(None, ge=0, description="A closed step; by default the current value.")
     life: Life = None
     timeout: Timeout = 0.0
-    encoding: Encoding = None
+    encoding: ValueEncoding = None
 
 
 class TakeQuery(_Query):
@@ -167,7 +171,7 @@ class TakeQuery(_Query):
     timeout: Timeout = 0.0
     reduce: Reduce = "sum"
     dtype: AnswerDtype = None
-    encoding: Encoding = None
+    encoding: ValueEncoding = None
 
 
 class PrefixQuery(_Query):
@@ -269,6 +273,13 @@ EXAMPLE_RECEIPT: dict[str, Any] = {
 """The receipt of the first add of the example gradient."""
 
 
+class CodedValue(BaseModel):
+    """A value in 8 bits, as a gradient may be sent."""
+
+    codes: output_type(CODES)  # type: ignore[valid-type]
+    scales: output_type(SCALES)  # type: ignore[valid-type]
+
+
 class Receipt(BaseModel):
     """The result of changing a buffer."""
 
@@ -288,7 +299,7 @@ class Receipt(BaseModel):
     contributors: dict[str, int] = Field(
         default_factory=absent, description="Gradients of each contributor, if the step is closed."
     )
-    value: output_type(FLOATS) = Field(default_factory=absent)  # type: ignore[valid-type]
+    value: output_type(FLOATS) | CodedValue = Field(default_factory=absent)  # type: ignore[valid-type]
 
 
 class Receipts(BaseModel):

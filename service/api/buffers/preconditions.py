@@ -27,7 +27,7 @@ _TAG = re.compile(r'\*|(?:W/)?"[^"]*"')
 _FORMS = {JSON: "", safetensors.MEDIA_TYPE: "-safetensors"}
 """What the tags of an answer with this media type end with."""
 
-_FORM = re.compile(r'(-safetensors)?(-(x-)?gzip|-deflate)?"$')
+_FORM = re.compile(r'(-safetensors)?(-int8)?(-(x-)?gzip|-deflate)?"$')
 """What the tags of one state differ in: the form of the answer."""
 
 
@@ -66,9 +66,9 @@ def states_not_wanted(call: Call) -> frozenset[str]:
     return frozenset(_FORM.sub('"', tag.removeprefix("W/")) for tag in _tags(call, "If-None-Match") or ())
 
 
-def formed(tag: str, media_type: str) -> str:
-    """Return the tag of an answer of this media type about the state with this tag."""
-    return f'{tag[:-1]}{_FORMS[media_type]}"'
+def formed(tag: str, media_type: str, encoding: str | None = None) -> str:
+    """Return the tag of an answer of this media type and encoding about the state with this tag."""
+    return f'{tag[:-1]}{_FORMS[media_type]}{"-int8" * (encoding == "int8")}"'
 
 
 def known_tag(call: Call, tag: str, coding: str | None = None) -> str | None:

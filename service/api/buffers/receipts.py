@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import orjson
@@ -21,17 +21,21 @@ from service.buffers.steps import no_mean
 from service.buffers.store import Store
 from service.codecs import json as json_codec
 from service.codecs import safetensors
+from service.codecs.codes import encode
 from service.dtypes import DTYPES, Array
 from service.errors import NothingToAverage
 from service.kernels.accumulate import converted
+
+Form: TypeAlias = json_codec.Encoding | Literal["int8"]
+"""How an answer has values: codes and scales in 8 bits, or, in JSON, numbers in lists or in base64."""
 
 VARY = "Accept, Accept-Encoding"
 """The headers of a request that an answer with values depends on."""
 
 
-def etag_after(receipt: Mapping[str, Any], media_type: str) -> str:
-    """Return the tag of the buffer after the change with this receipt, in an answer of this media type."""
-    return formed(f'"{receipt["step"] + receipt["closed"]}-{receipt["version"]}"', media_type)
+def etag_after(receipt: Mapping[str, Any], media_type: str, form: Form) -> str:
+    """Return the tag of the buffer after the change with this receipt, in an answer of this form."""
+    return formed(f'"{receipt["step"] + receipt["closed"]}-{receipt["version"]}"', media_type, form)
 
 
 def replayed(outcome: Outcome) -> dict[str, str]:
@@ -47,7 +51,7 @@ async def answer_outcome(
     call: Call,
     media_type: str,
     outcome: Outcome,
-    form: json_codec.Encoding,
+    form: Form,
     *,
     single: bool,
     reduce: str = "sum",
@@ -57,13 +61,13 @@ async def answer_outcome(
     fields = replayed(outcome)
     if single:
         (receipt,) = outcome.receipts.values()
-        fields["ETag"] = etag_after(receipt, media_type)
+        fields["ETag"] = etag_after(receipt, media_type, form)
     size = sum(value.nbytes for value in outcome.values.values())
     inline = size <= INLINE_TEXT_BYTES and len(outcome.receipts) <= INLINE_LOOKUPS
-    coding = wanted_coding(call, form if media_type == JSON else None)
+    coding = wanted_coding(call, "list" if media_type == JSON and form == "list" else None)
 
     def write() -> Answer:
-        values = _reduced(outcome.values, outcome.receipts, reduce, dtype)
+        values = _reduced(outcome.values, outcome.receipts, reduce, dtype, form)
         return _written(outcome.receipts, values, media_type, form, fields, single).coded(coding)
 
     return await call.offload(inline, write, changed=True)
@@ -80,17 +84,19 @@ def read_values(
             check_life(snapshot.record, query.life)
     receipts: dict[str, Receipt] = {snapshot.record.name: snapshot.receipt() for snapshot in snapshots}
     values = {snapshot.record.name: snapshot.value for snapshot in snapshots}
-    fields = {"ETag": formed(snapshots[0].etag, media_type), "Vary": VARY} if single else {}
-    values = _reduced(values, receipts, query.reduce, query.dtype)
-    return _written(receipts, values, media_type, query.encoding or "list", fields, single).coded(coding)
+    fields = {"ETag": formed(snapshots[0].etag, media_type, query.encoding), "Vary": VARY} if single else {}
+    form = query.encoding or "list"
+    values = _reduced(values, receipts, query.reduce, query.dtype, form)
+    return _written(receipts, values, media_type, form, fields, single).coded(coding)
 
 
 def _reduced(
-    values: Mapping[str, Array], receipts: Mapping[str, Receipt], reduce: str, dtype: str | None
+    values: Mapping[str, Array], receipts: Mapping[str, Receipt], reduce: str, dtype: str | None, form: Form
 ) -> dict[str, Array]:
-    """Return the sums or the means, in the dtype that the request wants."""
+    """Return the sums or the means, in the dtype that the request wants. Codes are of float32."""
     if not values:
         return {}
+    dtype = "float32" if form == "int8" else dtype
     weights = {name: receipts[name]["weight"] if reduce == "mean" else 1.0 for name in values}
     for name, weight in weights.items():
         if not weight:
@@ -106,12 +112,14 @@ def _written(
     receipts: Mapping[str, Receipt],
     values: Mapping[str, Array],
     media_type: str,
-    form: json_codec.Encoding,
+    form: Form,
     fields: Mapping[str, str],
     single: bool,
 ) -> Answer:
     if media_type != JSON:
         tensors = dict(zip(["value"], values.values(), strict=False)) if single else values
+        if form == "int8":
+            tensors = {f"{name}/{part}": one for name in tensors for part, one in _coded(tensors[name]).items()}
         return Answer(safetensors.encode(tensors, receipts_text(receipts)), media_type, fields)
     if not values:
         (whole,) = receipts.values() if single else [{"buffers": receipts}]
@@ -125,8 +133,17 @@ def _written(
     return Answer([*pieces, b"}}"], JSON, fields)
 
 
-def _member(receipt: Receipt, value: Array | None, form: json_codec.Encoding) -> list[bytes]:
+def _member(receipt: Receipt, value: Array | None, form: Form) -> list[bytes]:
     text = orjson.dumps(receipt)
     if value is None:
         return [text]
-    return [text[:-1], b',"value":', *json_codec.encode_tensor(value, form), b"}"]
+    if form == "int8":
+        pieces = json_codec.encode(_coded(value), "base64")
+    else:
+        pieces = json_codec.encode_tensor(value, form)
+    return [text[:-1], b',"value":', *pieces, b"}"]
+
+
+def _coded(value: Array) -> dict[str, Array]:
+    codes, scales = encode(value.reshape(-1))
+    return {"codes": codes.reshape(value.shape), "scales": scales}

@@ -23,7 +23,7 @@ from service.buffers.record import Key, Record
 from service.buffers.rules import CloseIfDue
 from service.buffers.store import Store
 from service.codecs import json as json_codec
-from service.errors import BodyTooLarge, GradserveError, Invalid, MalformedBody
+from service.errors import BodyTooLarge, GradserveError, Invalid, InvalidParameter, MalformedBody
 from service.limits import Limits
 
 M = TypeVar("M", bound=BaseModel)
@@ -159,11 +159,16 @@ def form_of(
     call: Call, answers: str, query: AccumulateQuery | ValueQuery | TakeQuery, default: json_codec.Encoding = "list"
 ) -> AnswerForm:
     """Return the form of values in an answer of the media type `answers`; `default` is how JSON writes them."""
-    encoding = (query.encoding or default) if answers == JSON else None
-    coding = wanted_coding(call, encoding)
+    encoding = query.encoding or default
+    is_coded = encoding == "int8"
+    written: json_codec.Encoding | None = None if answers != JSON else "base64" if encoding == "int8" else encoding
+    coding = wanted_coding(call, written)
     if isinstance(query, AccumulateQuery):
-        return AnswerForm(encoding, coding)
-    return AnswerForm(encoding, coding, query.dtype, query.reduce == "mean")
+        return AnswerForm(written, coding)
+    if is_coded and query.dtype is not None:
+        problem = "encoding=int8 answers codes and their float32 scales, so it goes without dtype"
+        raise InvalidParameter(problem, parameter="dtype")
+    return AnswerForm(written, coding, "float32" if is_coded else query.dtype, query.reduce == "mean", is_coded)
 
 
 async def submit(

@@ -183,7 +183,7 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
         (record,) = await call.look_up(1, call.store.durable, [name], query.step)
     tag = record.tag_of(record if query.step is None else record.closed_step(query.step))
     form, size = form_of(call, answers, query), record.spec.nbytes
-    known = known_tag(call, formed(tag, answers), form.coding)
+    known = known_tag(call, formed(tag, answers, query.encoding), form.coding)
     if known is not None:
         return Answer(status=304, fields={"ETag": known, "Vary": VARY})
     call.reserve(size + form.extra_bytes(record.spec.shape, record.spec.dtype))

@@ -33,13 +33,15 @@ class AnswerForm(NamedTuple):
     dtype: str | None = None
     """Their dtype, if it is not their own."""
     is_mean: bool = False
+    is_coded: bool = False
+    """Whether it has codes of 8 bits, and their scales, in place of numbers."""
 
     def extra_bytes(self, shape: Sequence[int], dtype: DType) -> int:
         """Return how much memory the answer takes for such a tensor, beside the tensor itself."""
         target = dtype if self.dtype is None else DTYPES[self.dtype]
         size = math.prod(shape) * target.itemsize
         text = 0 if self.encoding is None else json_codec.encoded_bytes(shape, target, self.encoding)
-        copied = size if self.is_mean or target != dtype else 0
+        copied = size if self.is_mean or self.is_coded or target != dtype else 0  # codes take less
         return copied + (text if self.coding is None else 2 * text)
 
 
