@@ -60,12 +60,11 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
     """The step of the last pull: who was in it, what closed it, and the mean loss."""
 
     def _check_wire(self, dtype: npt.DTypeLike | None) -> None:
-        if dtype is not None:
-            check_choice("wire_dtype", _dtype_name(dtype), HALF_DTYPES)
+        check_choice("wire_dtype", _dtype_name(dtype), (None, *HALF_DTYPES, "int8"))
 
-    def _adapted(self, model: Any, wire: npt.DTypeLike | None, limit: int) -> Model:
+    def _adapted(self, model: Any, wire: Any, pulled: Any, limit: int) -> Model:
         self._new_state = partial(State, prefix=f"{self._prefix}::state.", limit=limit)
-        return Model(model, self._prefix, None if wire is None else _dtype_name(wire), limit)
+        return Model(model, self._prefix, _dtype_name(wire), _dtype_name(pulled), limit)
 
     def _kept_source(self, model: Any, optimizer: Any, limit: int) -> Source:
         return Source(optimizer, limit)
@@ -153,5 +152,5 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
         return state.nest
 
 
-def _dtype_name(dtype: npt.DTypeLike) -> str:
-    return np.dtype(dtype).name
+def _dtype_name(dtype: Any) -> str | None:
+    return dtype if dtype is None or isinstance(dtype, str) else np.dtype(dtype).name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Unpack
+from typing import Any, Literal, Unpack
 
 import numpy.typing as npt
 
@@ -98,12 +98,18 @@ class Buffers:
         )
 
     def set(
-        self, tensors: Mapping[str, TensorLike], *, prefix: str = "", idempotency_key: str | None = None
+        self,
+        tensors: Mapping[str, TensorLike],
+        *,
+        prefix: str = "",
+        wire_dtype: Literal["int8"] | None = None,
+        idempotency_key: str | None = None,
     ) -> dict[str, Receipt]:
         """Write tensors over the buffers of their names behind `prefix`, and create those that are missing.
 
         Each tensor then counts as the only gradient. A request carries all of them or, beyond 64 MiB or half of what
         the server takes, some: each request writes all of its tensors or none. `value(prefix=...)` reads them back.
+        With wire_dtype="int8", tensors of 1,024 numbers or more travel in 8 bits a number; see `Buffer.value`.
 
         >>> receipts = server.buffers.set({"w": [[1, 2]], "b": [3]}, prefix="m.p.")
         >>> server.buffers.value(prefix="m.p.")["m.p.b"]
@@ -119,7 +125,7 @@ class Buffers:
             learn_limits(shard)
         most = min(shard.limits["max_body_bytes"] for shard in self._runner.shards)
         receipts: dict[str, Receipt] = {}
-        for call in pushes.overwrites(arrays, most, as_key(idempotency_key)):
+        for call in pushes.overwrites(pushes.travelling(arrays, wire_dtype), most, as_key(idempotency_key)):
             some = self._runner.run(call)
             receipts |= some
         return receipts
@@ -150,6 +156,7 @@ class Buffers:
         step: int | None = None,
         reduce: Reduce = "sum",
         dtype: npt.DTypeLike | None = None,
+        wire_dtype: Literal["int8"] | None = None,
         timeout: float = 0.0,
     ) -> dict[str, Array]:
         """Return the values by name, those of a server all of the same moment; see `Buffer.value`.
@@ -157,7 +164,8 @@ class Buffers:
         >>> server.buffers.value(["w1", "w2"])
         {'w1': array([[0., 0.]], dtype=float32), 'w2': array([0.], dtype=float32)}
         """
-        return self._runner.run(bulk.value(names, prefix, step=step, reduce=reduce, dtype=dtype, timeout=timeout))
+        more: Any = {"dtype": dtype, "wire_dtype": wire_dtype, "timeout": timeout}
+        return self._runner.run(bulk.value(names, prefix, step=step, reduce=reduce, **more))
 
     def statistics(
         self, names: Collection[str] | None = None, *, prefix: str | None = None

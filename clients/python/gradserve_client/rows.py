@@ -1,4 +1,4 @@
-"""Sparse gradients, as rows and their indices."""
+"""The forms of gradients: sparse ones are rows and their indices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from gradserve_client._wire.codes import Coded
 from gradserve_client._wire.tensors import FLOATS, Array, TensorLike, as_array
 
 
@@ -55,9 +56,14 @@ class Rows:
 Gradient: TypeAlias = Array | Rows
 """The numbers of a gradient, all or only some rows."""
 
+Sent: TypeAlias = Gradient | Coded
+"""A gradient as it travels."""
 
-def tensors_of(gradient: TensorLike | Rows, name: str) -> dict[str, Array]:
+
+def tensors_of(gradient: TensorLike | Rows | Coded, name: str) -> dict[str, Array]:
     """Return the tensors that carry the gradient of a buffer, or of `gradient`, in a request."""
+    if isinstance(gradient, Coded):
+        return {f"{name}/codes": gradient.codes, f"{name}/scales": gradient.scales}
     if isinstance(gradient, Rows):
         return {f"{name}/indices": gradient.indices, f"{name}/rows": gradient.rows}
     return {name: as_array(gradient, name, "float64", FLOATS)}

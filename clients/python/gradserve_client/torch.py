@@ -13,6 +13,7 @@ from gradserve_client._torch.optimizer import Source
 from gradserve_client._torch.parameters import HALF_DTYPES
 from gradserve_client._torch.state import State
 from gradserve_client._wire.arguments import check_choice
+from gradserve_client._wire.tensors import Array
 from gradserve_client.errors import InvalidInput, KeyReused
 from gradserve_client.models import Pulled, Pushed
 
@@ -52,11 +53,14 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
     _model: Model
 
     def _check_wire(self, dtype: torch.dtype | None) -> None:
-        check_choice("wire_dtype", dtype, (None, *HALF_DTYPES))
+        check_choice("wire_dtype", dtype, (None, *HALF_DTYPES, "int8"))
 
-    def _adapted(self, model: torch.nn.Module, wire: torch.dtype | None, limit: int) -> Model:
+    def _adapted(self, model: torch.nn.Module, wire: Any, pulled: Any, limit: int) -> Model:
         self._new_state = partial(State, model, f"{self._prefix}::state.", limit)
-        return Model(model, self._prefix, wire, limit)
+        return Model(model, self._prefix, wire, torch.bfloat16 if pulled == "bfloat16" else pulled, limit)
+
+    def _as_state(self, residual: Array) -> torch.Tensor:
+        return torch.tensor(residual)  # which torch.load reads with weights_only
 
     def _kept_source(self, model: torch.nn.Module, optimizer: Any, limit: int) -> Source:
         return Source(model, optimizer, limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
@@ -13,6 +14,7 @@ from gradserve_client._arrays.leaves import FLOAT_DTYPES, HALF_DTYPES, Leaf, is_
 from gradserve_client._arrays.tree import filled, flattened, leaves_of
 from gradserve_client._runs.parts import Layout, Part
 from gradserve_client._runs.summed import Summed
+from gradserve_client._wire.codes import FEWEST
 from gradserve_client._wire.tensors import Array
 from gradserve_client.errors import InvalidInput
 from gradserve_client.rows import Gradient
@@ -24,7 +26,7 @@ class Model:
     Raises `InvalidInput` for a tree that cannot be accumulated.
     """
 
-    def __init__(self, nest: Any, prefix: str, wire: str | None, limit: int) -> None:
+    def __init__(self, nest: Any, prefix: str, wire: str | None, pulled: str | None, limit: int) -> None:
         self._tree, arrays = flattened(nest)
         self._wire, self._leaves = wire, leaves(arrays, prefix)
         for leaf in self._leaves.values():
@@ -35,7 +37,7 @@ class Model:
                     code="dtype_mismatch",
                 )
         wholes = {
-            name: Part(leaf.shape, sum_dtype(leaf.real_dtype), _answered(leaf, wire))
+            name: Part(leaf.shape, sum_dtype(leaf.real_dtype), _answered(leaf, pulled))
             for name, leaf in self._leaves.items()
         }
         self._layout = Layout(wholes, limit)
@@ -90,8 +92,10 @@ class Model:
 
 
 def _answered(leaf: Leaf, wire: str | None) -> str | None:
-    """Return the dtype of a sum in an answer, if that is half precision."""
+    """Return the dtype of a sum in an answer, if that is half precision, or 8 bits."""
     own = leaf.real_dtype.name
+    if wire == "int8":
+        return wire if math.prod(leaf.shape) >= FEWEST else None
     return own if own in HALF_DTYPES else wire
 
 

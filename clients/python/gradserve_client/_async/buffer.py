@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Unpack, overload
+from typing import Literal, Unpack, overload
 
 import numpy.typing as npt
 
 from gradserve_client._async.runner import AsyncRunner
 from gradserve_client._wire import answers
 from gradserve_client._wire.answers import JSON
-from gradserve_client._wire.arguments import as_dtype, as_key, as_query
+from gradserve_client._wire.arguments import answered, as_dtype, as_key, as_query
 from gradserve_client._wire.specs import Reduce, add_query, matching, on, rules_json, spec_json
 from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, encode
 from gradserve_client.models import BufferInfo, BufferName, BufferRules, Receipt, Statistics, Taken
@@ -148,16 +148,19 @@ class AsyncBuffer(BufferName):
         step: int | None = None,
         reduce: Reduce = "sum",
         dtype: npt.DTypeLike | None = None,
+        wire_dtype: Literal["int8"] | None = None,
         timeout: float = 0.0,
     ) -> Array:
         """Return the running sum, or the sum of `step`, after up to `timeout` seconds until the step has closed.
 
         reduce="mean" divides the sum by the sum of the weights. `dtype` is that of the result, by default the buffer's.
+        With wire_dtype="int8" the value travels in 8 bits a number, about a quarter of float32. It is float32 then, and
+        each number is off by up to 1/254 of the largest of its 256 neighbours.
 
         Raises `NotFound`, `StepOpen` after the `timeout`, `StepGone` if the server no longer keeps the step, and
         `NothingToAverage` for the mean of weights that sum to zero.
         """
-        query = as_query({"step": step, "reduce": reduce, "dtype": as_dtype(dtype)})
+        query = as_query({"step": step, "reduce": reduce, **answered(dtype, wire_dtype)})
         accept = {"Accept": MEDIA_TYPE}
         return await self._runner.run(
             on(self.name, "GET", "/value", answers.value, query=query, headers=accept, wait=timeout)

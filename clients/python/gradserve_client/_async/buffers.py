@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Unpack
+from typing import Any, Literal, Unpack
 
 import numpy.typing as npt
 
@@ -87,12 +87,18 @@ class AsyncBuffers:
         )
 
     async def set(
-        self, tensors: Mapping[str, TensorLike], *, prefix: str = "", idempotency_key: str | None = None
+        self,
+        tensors: Mapping[str, TensorLike],
+        *,
+        prefix: str = "",
+        wire_dtype: Literal["int8"] | None = None,
+        idempotency_key: str | None = None,
     ) -> dict[str, Receipt]:
         """Write tensors over the buffers of their names behind `prefix`, and create those that are missing.
 
         Each tensor then counts as the only gradient. A request carries all of them or, beyond 64 MiB or half of what
         the server takes, some: each request writes all of its tensors or none. `value(prefix=...)` reads them back.
+        With wire_dtype="int8", tensors of 1,024 numbers or more travel in 8 bits a number; see `Buffer.value`.
         """
         check_mapping("tensors", tensors, "tensors")
         arrays = {as_name(f"{prefix}{name}"): as_array(tensor, name, dtypes=FLOATS) for name, tensor in tensors.items()}
@@ -104,7 +110,7 @@ class AsyncBuffers:
             await learn_limits(shard)
         most = min(shard.limits["max_body_bytes"] for shard in self._runner.shards)
         receipts: dict[str, Receipt] = {}
-        for call in pushes.overwrites(arrays, most, as_key(idempotency_key)):
+        for call in pushes.overwrites(pushes.travelling(arrays, wire_dtype), most, as_key(idempotency_key)):
             some = await self._runner.run(call)
             receipts |= some
         return receipts
@@ -127,10 +133,12 @@ class AsyncBuffers:
         step: int | None = None,
         reduce: Reduce = "sum",
         dtype: npt.DTypeLike | None = None,
+        wire_dtype: Literal["int8"] | None = None,
         timeout: float = 0.0,
     ) -> dict[str, Array]:
         """Return the values by name, those of a server all of the same moment; see `Buffer.value`."""
-        return await self._runner.run(bulk.value(names, prefix, step=step, reduce=reduce, dtype=dtype, timeout=timeout))
+        more: Any = {"dtype": dtype, "wire_dtype": wire_dtype, "timeout": timeout}
+        return await self._runner.run(bulk.value(names, prefix, step=step, reduce=reduce, **more))
 
     async def statistics(
         self, names: Collection[str] | None = None, *, prefix: str | None = None

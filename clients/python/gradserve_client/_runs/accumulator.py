@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack
 
 from gradserve_client._http.log import logger
 from gradserve_client._runs.environment import with_environment
+from gradserve_client._runs.feedback import Feedback
 from gradserve_client._runs.given import check_rules, check_server, check_worker
 from gradserve_client._runs.joining import Joining
 from gradserve_client._runs.kept import Kept, Source
@@ -27,6 +28,7 @@ from gradserve_client._runs.summed import Summed
 from gradserve_client._runs.sums import Sums
 from gradserve_client._wire.arguments import check_choice
 from gradserve_client._wire.specs import Reduce, rules_json
+from gradserve_client._wire.tensors import Array
 from gradserve_client.client import Client
 from gradserve_client.errors import (
     Conflict,
@@ -39,6 +41,7 @@ from gradserve_client.errors import (
     mistaken,
 )
 from gradserve_client.models import BufferRules, Pulled, Pushed
+from gradserve_client.rows import Gradient, Sent
 
 MOST_PUSHES = 10**9
 """Pushes of a worker in a step, by default: the most that the server allows, so micro-batches need no limit."""
@@ -73,7 +76,8 @@ class Accumulator(Generic[M, D]):
         start: Literal["same", "any"] = "same",
         reduce: Reduce = "mean",
         unused: Literal["none", "zeros"] = "none",
-        wire_dtype: D | None = None,
+        wire_dtype: D | Literal["int8"] | None = None,
+        pull_dtype: Literal["int8"] | None = None,
         request_bytes: int | None = None,
         nonfinite: str | None = None,
         loss: bool = False,
@@ -93,7 +97,9 @@ class Accumulator(Generic[M, D]):
         `start`              "same": weights are compared in step 0, and come from the run later; "any": as you care
         `reduce`             "mean" or "sum": what `pull` sets
         `unused`             "none" or "zeros": the gradient of a parameter that nobody had a gradient for
-        `wire_dtype`         float16 or bfloat16: how gradients travel unless that makes one infinite
+        `wire_dtype`         float16 or bfloat16: how gradients travel unless that makes one infinite; or "int8", a
+                             quarter of float32: what rounding cuts off is added to the worker's next gradients
+        `pull_dtype`         "int8": means travel in 8 bits, too, not in the `wire_dtype`, or in bfloat16 beside "int8"
         `request_bytes`      the bytes of a request at most, alike in all workers: 64 MiB, or half of the server's limit
         `loss`               whether each push has a loss, alike in all workers: `pull` gives the mean of the losses
         `optimizer`          what else a worker needs to go on: the server keeps it with the model, and a worker that
@@ -107,7 +113,10 @@ class Accumulator(Generic[M, D]):
         check_choice("start", start, ("same", "any"))
         check_choice("reduce", reduce, ("mean", "sum"))
         check_choice("unused", unused, ("none", "zeros"))
-        self._check_wire(wire_dtype)
+        is_coded = isinstance(wire_dtype, str) and wire_dtype == "int8"
+        narrow: Any = None if is_coded else wire_dtype
+        self._check_wire(narrow)
+        check_choice("pull_dtype", pull_dtype, (None, "int8"))
         check_server(server)
         given: dict[str, Any] = {"keep": keep, "nonfinite": nonfinite, "per_contributor": MOST_PUSHES, **rules}
         check_rules({**given, **rules_json(rules)})
@@ -116,7 +125,9 @@ class Accumulator(Generic[M, D]):
         self._server, self._timeout = server, timeout
         self._reduce, self._unused, self._worker = reduce, unused, worker
         request_bytes = fitting(server, request_bytes)
-        self._model = self._adapted(model, wire_dtype, request_bytes)
+        pulled: Any = pull_dtype or ("bfloat16" if is_coded else wire_dtype)
+        self._model = self._adapted(model, narrow, pulled, request_bytes)
+        self._feedback = Feedback(self._model.parts) if is_coded else None
         self._source = None if optimizer is None else self._kept_source(model, optimizer, request_bytes)
         if self._source is not None:
             state_every = every(state_every, self._model.parts, self._source, rules)
@@ -194,8 +205,8 @@ class Accumulator(Generic[M, D]):
         """Return what the server keeps of the model and its optimizer."""
 
     @abstractmethod
-    def _adapted(self, model: M, wire: D | None, limit: int) -> Any:
-        """Return the model in buffers of at most `limit` bytes."""
+    def _adapted(self, model: M, wire: Any, pulled: Any, limit: int) -> Any:
+        """Return the model in buffers of at most `limit` bytes. Its sums are answered in the dtype `pulled`."""
 
     def __repr__(self) -> str:
         worker = "" if self._worker is None else f"{self._worker!r}, "
@@ -247,13 +258,24 @@ class Accumulator(Generic[M, D]):
         numbers, used = self._model.numbers(gradients, weight)
         if self._loss is not None:
             numbers[self._loss] = own
-        push = partial(self._pushes.add, numbers, used, weight=weight, scale=scale)
+        sent, cut = self._encoded(numbers, weight / scale)
+        push = partial(self._send, sent, cut, used, weight=weight, scale=scale)
         if wait and self._resuming is not None:
             return self._resuming.pushed(self.step, push)
         if wait:
             return push()
         self._pushes.start(push)
         return None
+
+    def _encoded(self, numbers: Mapping[str, Gradient], factor: float) -> tuple[Mapping[str, Sent], dict[str, Array]]:
+        """Return the numbers as they travel, and what that cuts off."""
+        return (numbers, {}) if self._feedback is None or not factor else self._feedback.encoded(numbers, factor)
+
+    def _send(self, sent: Mapping[str, Sent], cut: Mapping[str, Array], used: set[str], **more: float) -> Pushed:
+        pushed = self._pushes.add(sent, used, **more)
+        if self._feedback is not None:
+            self._feedback.keep(cut)
+        return pushed
 
     def _pull(self, use: Callable[[Summed], T]) -> tuple[Pulled, T]:
         """Return the step and what `use` makes of its sums or means, and begin the next step."""
@@ -343,8 +365,14 @@ class Accumulator(Generic[M, D]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this worker, and its buffers' servers, to save beside the states of the model."""
         self._pushes.wait()
-        state = {"run": self._sums.life, "step": self.step, "pushes": self._pushes.count}
+        state: dict[str, Any] = {"run": self._sums.life, "step": self.step, "pushes": self._pushes.count}
+        if self._feedback is not None:
+            state["residuals"] = {name: self._as_state(one) for name, one in self._feedback.state().items()}
         return {**state, "shards": dict(self._sums.places)} if self._sums.places else state
+
+    def _as_state(self, residual: Array) -> Any:
+        """Return an array as a program saves it."""
+        return residual.copy()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of this `worker`.
@@ -368,5 +396,7 @@ class Accumulator(Generic[M, D]):
             )
         if places != self._sums.places:
             self._open(places)
+        if self._feedback is not None:
+            self._feedback.load(state.get("residuals", {}))
         self._pushes.begin(state["step" if "step" in state else "epoch"], state["pushes"], again=True)
         self._joining.loads()

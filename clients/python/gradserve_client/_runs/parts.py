@@ -35,9 +35,14 @@ class Part:
     """Its rows of the parameter; None: all. A row that is larger than a request is divided: then its elements."""
 
     @property
+    def size(self) -> int:
+        """The elements."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the sum."""
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return self.size * _ITEM_BYTES[self.dtype]
 
     def of(self, numbers: Array) -> Array:
         """Return this part of a parameter's numbers."""

@@ -13,7 +13,7 @@ from gradserve_client._runs.member import Member
 from gradserve_client._runs.sums import Sums
 from gradserve_client.errors import KeyReused, StaleStep, explained
 from gradserve_client.models import Pushed
-from gradserve_client.rows import Gradient
+from gradserve_client.rows import Sent
 
 
 class Pushes:
@@ -35,7 +35,7 @@ class Pushes:
         self.doubt: str | None = None
         """What may be wrong with the name of this worker, as a sentence."""
 
-    def add(self, numbers: Mapping[str, Gradient], used: set[str], *, weight: float, scale: float) -> Pushed:
+    def add(self, numbers: Mapping[str, Sent], used: set[str], *, weight: float, scale: float) -> Pushed:
         """Make the next push. Raises `StaleStep`, and `KeyReused` for a push that counts already."""
         is_first, self._tried = not (self._again or self._tried), True
         try:

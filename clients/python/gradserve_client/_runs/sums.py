@@ -24,7 +24,7 @@ from gradserve_client._wire.tensors import Array
 from gradserve_client.client import Client
 from gradserve_client.errors import Conflict, InvalidInput, NothingToAverage, StaleStep, explained
 from gradserve_client.models import BufferRules, Receipt
-from gradserve_client.rows import Gradient
+from gradserve_client.rows import Sent
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ class Sums:
 
     def add(
         self,
-        numbers: Mapping[str, Gradient],
+        numbers: Mapping[str, Sent],
         used: set[str],
         *,
         weight: float,
@@ -194,7 +194,8 @@ class Sums:
 
         def fetch(names: Sequence[str], dtype: str | None, reduce: Reduce) -> Call[Any]:
             rest = max(end - time.monotonic(), 0.0)
-            return bulk.value(names, None, step=step, reduce=reduce, dtype=dtype, timeout=rest, life=self.life)
+            more: Any = {"timeout": rest, "life": self.life, **_travels(dtype)}
+            return bulk.value(names, None, step=step, reduce=reduce, **more)
 
         return self._summed(fetch, reduce)
 
@@ -204,8 +205,8 @@ class Sums:
 
         def fetch(names: Sequence[str], dtype: str | None, reduce: Reduce) -> Call[Any]:
             more: Any = {"min_count": 1, "step": step, "timeout": 0.0, "life": self.life}
-            more["idempotency_key"] = f"{key}-{reduce}"
-            return bulk.take(names, None, reduce=reduce, dtype=dtype, **more)
+            more |= {"idempotency_key": f"{key}-{reduce}", **_travels(dtype)}
+            return bulk.take(names, None, reduce=reduce, **more)
 
         reads = [names for one in self._rounds for names in one.reads(self._parts).values()]
         try:
@@ -241,8 +242,9 @@ class Sums:
             return _means(self._finite(self._read(fetch("sum")), dtype, "sum"), tallies)
 
     def _finite(self, found: dict[str, Read], dtype: str | None, reduce: Reduce) -> dict[str, Read]:
-        """Return what was read of a closed step. What half precision made infinite is read again in full."""
-        infinite = [name for name, (value, _) in found.items() if value is not None and np.isinf(value).any()]
+        """Return what was read of a closed step. What half precision made infinite, or 8 bits NaN, is read again."""
+        lost = np.isnan if dtype == "int8" else np.isinf  # of a block with an infinity, codes have nothing
+        infinite = [name for name, (value, _) in found.items() if value is not None and lost(value).any()]
         if dtype is None or not infinite:
             return found
         step = found[infinite[0]][1]["step"]
@@ -253,6 +255,11 @@ class Sums:
 
     def _run(self, call: Call[T]) -> T:
         return self._server.buffers._runner.run(call)
+
+
+def _travels(dtype: str | None) -> dict[str, str | None]:
+    """Return the arguments of values that are answered in this dtype."""
+    return {"dtype": None, "wire_dtype": dtype} if dtype == "int8" else {"dtype": dtype}
 
 
 def _closes_itself(rules: Mapping[str, Any]) -> bool:

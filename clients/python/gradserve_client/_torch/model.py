@@ -21,7 +21,7 @@ class Model:
     Raises `InvalidInput` for a model that cannot be accumulated.
     """
 
-    def __init__(self, model: torch.nn.Module, prefix: str, wire: Any, limit: int) -> None:
+    def __init__(self, model: torch.nn.Module, prefix: str, wire: Any, pulled: Any, limit: int) -> None:
         self._model, self._wire = model, wire
         if not isinstance(model, torch.nn.Module):
             raise mistaken("model", f"is of type {type(model).__name__}, but must be a torch.nn.Module")
@@ -30,7 +30,7 @@ class Model:
         if not self._trained:
             raise InvalidInput("The model has no parameter that requires a gradient")
         self._layout = Layout(
-            {name: Part(one.shape, one.sum_dtype, one.answered(wire)) for name, one in self._trained.items()}, limit
+            {name: Part(one.shape, one.sum_dtype, one.answered(pulled)) for name, one in self._trained.items()}, limit
         )
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradserve_client._http.outcomes import Answer
+from gradserve_client._wire.codes import whole
 from gradserve_client._wire.tensors import Array, decode
 from gradserve_client.models import BufferInfo, Receipt, Statistics, Taken
 
@@ -51,12 +52,12 @@ def taken_by_name(answer: Answer) -> dict[str, Taken]:
 
 def value(answer: Answer) -> Array:
     """Read the value of a buffer."""
-    return decode(answer.body)[0]["value"]
+    return values(answer)["value"]
 
 
 def values(answer: Answer) -> dict[str, Array]:
     """Read the values of several buffers."""
-    return decode(answer.body)[0]
+    return whole(decode(answer.body)[0])
 
 
 def values_with_receipts(answer: Answer) -> dict[str, tuple[Array, Mapping[str, Any]]]:
@@ -99,8 +100,8 @@ def deleted(answer: Answer) -> None:
 
 
 def _tensors_and_receipts(answer: Answer) -> tuple[dict[str, Array], dict[str, Any]]:
-    values, metadata = decode(answer.body)
-    return values, json.loads(metadata["receipts"])
+    tensors, metadata = decode(answer.body)
+    return whole(tensors), json.loads(metadata["receipts"])
 
 
 def _taken(receipt: Mapping[str, Any], value: Array, answer: Answer) -> Taken:

@@ -116,6 +116,14 @@ def as_contributors(argument: str, names: Sequence[str]) -> list[str]:
     return [as_contributor(name, argument) for name in names]
 
 
+def answered(dtype: npt.DTypeLike | None, wire_dtype: str | None = None) -> dict[str, str | None]:
+    """Return the parameters of values that are answered in this dtype, or that travel in 8 bits."""
+    check_choice("wire_dtype", wire_dtype, (None, "int8"))
+    if wire_dtype is not None and dtype is not None:
+        raise mistaken("dtype", f"is {dtype!r}, but values that travel in 8 bits are float32")
+    return {"dtype": as_dtype(dtype)} if wire_dtype is None else {"encoding": wire_dtype}
+
+
 def as_dtype(dtype: npt.DTypeLike | None) -> str | None:
     """Return the name of a dtype, None for None."""
     if dtype is None or dtype == "bfloat16":  # NumPy has no such name, only the class of ml_dtypes

@@ -12,7 +12,8 @@ from gradserve_client._http.outcomes import Answer
 from gradserve_client._http.policy import Call
 from gradserve_client._wire import answers
 from gradserve_client._wire.answers import JSON
-from gradserve_client._wire.arguments import as_dtype, as_key, as_name, as_query, check_mapping, check_some
+from gradserve_client._wire.arguments import answered, as_key, as_name, as_query, check_mapping, check_some
+from gradserve_client._wire.codes import Coded
 from gradserve_client._wire.specs import Reduce, add_query, rules_json, spec_json
 from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, encode
 from gradserve_client.errors import InvalidInput, mistaken
@@ -62,7 +63,7 @@ def _described(name: str, spec: BufferSpec) -> dict[str, Any]:
 
 
 def accumulate(
-    gradients: Mapping[str, TensorLike | Rows],
+    gradients: Mapping[str, TensorLike | Rows | Coded],
     *,
     weight: float,
     step: int | None,
@@ -116,10 +117,11 @@ def value(
     reduce: Reduce,
     dtype: npt.DTypeLike | None,
     timeout: float,
+    wire_dtype: str | None = None,
     life: str | None = None,
 ) -> Call[dict[str, Array]]:
     """Read the values of several buffers."""
-    query = {"step": step, "reduce": reduce, "dtype": as_dtype(dtype), "life": life}
+    query = {"step": step, "reduce": reduce, **answered(dtype, wire_dtype), "life": life}
     return on_several(names, prefix, "value", answers.values, accept=MEDIA_TYPE, query=query, wait=timeout)
 
 
@@ -133,10 +135,11 @@ def take(
     reduce: Reduce,
     dtype: npt.DTypeLike | None,
     idempotency_key: str | None,
+    wire_dtype: str | None = None,
     life: str | None = None,
 ) -> Call[dict[str, Taken]]:
     """Close the steps of several buffers, and return their values."""
-    query = {"min_count": min_count, "step": step, "reduce": reduce, "dtype": as_dtype(dtype), "life": life}
+    query = {"min_count": min_count, "step": step, "reduce": reduce, **answered(dtype, wire_dtype), "life": life}
     more: Any = {"accept": MEDIA_TYPE, "query": query, "key": as_key(idempotency_key), "wait": timeout}
     return on_several(names, prefix, "take", answers.taken_by_name, **more)
 

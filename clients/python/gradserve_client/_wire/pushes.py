@@ -14,7 +14,9 @@ from gradserve_client._http.placement import RETRYABLE
 from gradserve_client._http.policy import Call
 from gradserve_client._wire import answers
 from gradserve_client._wire.answers import JSON
+from gradserve_client._wire.arguments import check_choice
 from gradserve_client._wire.bulk import accumulate
+from gradserve_client._wire.codes import FEWEST, Coded, encoded
 from gradserve_client._wire.tensors import Array
 from gradserve_client.errors import Conflict, KeyReused, StoreFull, TooLarge, mistaken
 from gradserve_client.models import Receipt, StagedPush
@@ -121,7 +123,16 @@ def packed(sizes: Mapping[str, int], limit: int, count: int) -> Iterator[list[st
     yield some
 
 
-def overwrites(arrays: Mapping[str, Array], most: int, key: str) -> Iterator[Call[Receipts]]:
+def travelling(arrays: Mapping[str, Array], wire_dtype: str | None) -> dict[str, Array | Coded]:
+    """Return the arrays as they travel."""
+    check_choice("wire_dtype", wire_dtype, (None, "int8"))
+    return {
+        name: encoded(array) if wire_dtype is not None and array.size >= FEWEST else array
+        for name, array in arrays.items()
+    }
+
+
+def overwrites(arrays: Mapping[str, Array | Coded], most: int, key: str) -> Iterator[Call[Receipts]]:
     """Yield the requests that write arrays over buffers, each of up to half of what the server takes in bytes."""
     sizes = {name: array.nbytes for name, array in arrays.items()}
     for number, names in enumerate(packed(sizes, min(PART_BYTES, most // 2), PART_BUFFERS)):

@@ -51,7 +51,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
 FLOATS = tuple(dtype for name, dtype in DTYPES.items() if "F" in name)
 """The dtypes that gradients have."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_WIRE = {**DTYPES, "I8": np.dtype(np.int8)}
+"""With that of codes, which no operator takes."""
+
+_NAMES = {dtype: name for name, dtype in _WIRE.items()}
 
 
 def as_array(
@@ -147,7 +150,7 @@ def decode(body: bytearray) -> tuple[dict[str, Array], dict[str, str]]:
     metadata = header.pop("__metadata__", {})
     tensors = {}
     for name, entry in header.items():
-        dtype, (start, stop) = DTYPES[entry["dtype"]], entry["data_offsets"]
+        dtype, (start, stop) = _WIRE[entry["dtype"]], entry["data_offsets"]
         count = math.prod(entry["shape"])
         if not 0 <= start <= stop <= len(body) - 8 - length or stop - start != count * dtype.itemsize:
             raise ValueError(f"{name} has bytes {start} to {stop} for {count} elements of {dtype}")
