@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 import pytest
 from gradserve_client import Client, ConnectionFailed, InvalidInput, Rows, StaleStep
+from gradserve_client._wire.codes import decoded, encoded
 from gradserve_client.arrays import GradientAccumulator
 
 from service.codecs.codes import decode, encode
@@ -99,7 +100,11 @@ def test_workers_with_and_without_codes_share_a_run(server: Client, run: str) ->
 
 
 def test_small_sparse_and_infinite_gradients_travel_in_full(server: Client, run: str) -> None:
-    model = {"small": np.zeros(1000, np.float32), "rows": np.zeros((500, 4), np.float32), "large": np.zeros(SIZE, np.float32)}
+    model = {
+        "small": np.zeros(1000, np.float32),
+        "rows": np.zeros((500, 4), np.float32),
+        "large": np.zeros(SIZE, np.float32),
+    }
     one, large = worker(server, run, model, reduce="sum"), gradients(2)
     large[7] = np.inf
     small = gradients(3, 1000)
@@ -178,6 +183,32 @@ def test_a_push_in_a_thread_keeps_the_order(server: Client, run: str) -> None:
         one.pull()
         other.pull()
     assert np.array_equal(*(each.state_dict()["residuals"][f"{each.prefix}array"] for each in (one, other)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_values_and_tensors_travel_in_8_bits(server: Client, run: str, dtype: str) -> None:
+    tensors = {"large": gradients(1).astype(dtype).reshape(3, -1), "small": np.arange(5, dtype=dtype)}
+    server.buffers.set(tensors, prefix=f"{run}.", wire_dtype="int8")
+    stored = server.buffers.value(prefix=f"{run}.")
+    assert np.array_equal(stored[f"{run}.large"], rounded(tensors["large"]))
+    assert np.array_equal(stored[f"{run}.small"], tensors["small"])
+    several = server.buffers.value(prefix=f"{run}.", wire_dtype="int8")
+    for name, value in stored.items():
+        one = server.buffers[name].value(wire_dtype="int8")
+        assert one.dtype == np.float32
+        assert np.array_equal(one, rounded(value))
+        assert np.array_equal(several[name], one)
+    with pytest.raises(InvalidInput, match="float32"):
+        server.buffers[f"{run}.large"].value(wire_dtype="int8", dtype="float16")
+
+
+def test_both_encoders_have_the_same_bits() -> None:
+    for seed in range(20):
+        numbers = gradients(seed, 1000 + 37 * seed) * np.float32(10.0) ** (seed - 30)
+        coded = encoded(numbers)
+        for one, other in zip((coded.codes, coded.scales), encode(numbers), strict=True):
+            assert one.tobytes() == other.tobytes()
+        assert np.array_equal(decoded(coded), rounded(numbers))
 
 
 def test_other_dtypes_are_refused(server: Client, run: str) -> None:
