@@ -26,7 +26,7 @@ def block_count(size: int) -> int:
 
 
 def decode(codes: Array, scales: Array) -> Array:
-    """Return the numbers of whole blocks, the last of which may be shorter, in float32."""
+    """Return the numbers of blocks in float32. The last block may be shorter."""
     numbers = codes.astype(FLOAT32)
     whole = codes.size - codes.size % BLOCK_LENGTH
     blocks = numbers[:whole].reshape(-1, BLOCK_LENGTH)

@@ -108,7 +108,7 @@ def test_small_sparse_and_infinite_gradients_travel_in_full(server: Client, run:
     one, large = worker(server, run, model, reduce="sum"), gradients(2)
     large[7] = np.inf
     small = gradients(3, 1000)
-    one.push({"small": small, "rows": Rows([3, 499], np.float32([[0.1, 0.2, 0.3, 0.4]] * 2)), "large": large})
+    one.push({"small": small, "rows": Rows([3, 499], np.array([[0.1, 0.2, 0.3, 0.4]] * 2, np.float32)), "large": large})
     found = {name: server.buffers[f"{run}.{name}"].value() for name in model}
     assert np.array_equal(found["small"], small)
     assert np.array_equal(found["rows"][3], np.array([0.1, 0.2, 0.3, 0.4], np.float32))
