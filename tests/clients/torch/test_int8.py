@@ -32,10 +32,11 @@ def test_training_ends_with_the_loss_of_float32(server: Client, run: str) -> Non
         model = layer()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         worker = GradientAccumulator(model, server, run=f"{run}{wire}", wire_dtype=wire)
-        for _ in range(60):
+        for _ in range(30):
             push(worker, model, 0)
             worker.pull()
             optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss_of(model, 0).item())
     assert losses[0] < loss_of(layer(), 0).item() / 2
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
