@@ -152,7 +152,7 @@ def read(http: httpx.Client, name: str, **query: Any) -> tuple[Array, Array]:
     query = {"encoding": "int8", **query}
     found = codec.decode(memoryview(get(http, name, SAFE_ANSWER, **query).read()), Limits(1 << 30))
     assert {*found} == {"value/codes", "value/scales"}
-    member = ok(get(http, name, **query))["value"]
+    member = ok(get(http, name, **query))["coded"]
     for part, one in member.items():
         bits = found[f"value/{part}"]
         assert base64.b64decode(one["base64"]) == bits.tobytes()
@@ -189,9 +189,9 @@ def test_takes_and_many_values_are_encoded(http: httpx.Client) -> None:
             assert np.array_equal(found[f"{name}/codes"], expected[0])
             assert np.array_equal(found[f"{name}/scales"], expected[1])
     answer = ok(http.post("/v1/buffers/value", json=both, params={**query, "step": 0}))["buffers"]
-    assert {*answer[names[0]]["value"]} == {"codes", "scales"}
+    assert {*answer[names[0]]["coded"]} == {"codes", "scales"}
     ok(post(http, f"{names[0]}/accumulate", {"gradient": numbers}))
-    assert {*ok(http.post(f"/v1/buffers/{names[0]}/take", params=query))["value"]} == {"codes", "scales"}
+    assert {*ok(http.post(f"/v1/buffers/{names[0]}/take", params=query))["coded"]} == {"codes", "scales"}
 
 
 def test_an_encoded_value_has_a_tag_of_its_own(http: httpx.Client) -> None:

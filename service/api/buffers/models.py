@@ -274,7 +274,7 @@ EXAMPLE_RECEIPT: dict[str, Any] = {
 
 
 class CodedValue(BaseModel):
-    """A value in 8 bits, as a gradient may be sent."""
+    """A value in 8 bits, in the form that a gradient may have."""
 
     codes: output_type(CODES)  # type: ignore[valid-type]
     scales: output_type(SCALES)  # type: ignore[valid-type]
@@ -299,7 +299,8 @@ class Receipt(BaseModel):
     contributors: dict[str, int] = Field(
         default_factory=absent, description="Gradients of each contributor, if the step is closed."
     )
-    value: output_type(FLOATS) | CodedValue = Field(default_factory=absent)  # type: ignore[valid-type]
+    value: output_type(FLOATS) = Field(default_factory=absent)  # type: ignore[valid-type]
+    coded: CodedValue = Field(default_factory=absent, description="The value in 8 bits, with `encoding=int8`.")
 
 
 class Receipts(BaseModel):

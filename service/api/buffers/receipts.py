@@ -138,10 +138,8 @@ def _member(receipt: Receipt, value: Array | None, form: Form) -> list[bytes]:
     if value is None:
         return [text]
     if form == "int8":
-        pieces = json_codec.encode(_coded(value), "base64")
-    else:
-        pieces = json_codec.encode_tensor(value, form)
-    return [text[:-1], b',"value":', *pieces, b"}"]
+        return [text[:-1], b',"coded":', *json_codec.encode(_coded(value), "base64"), b"}"]
+    return [text[:-1], b',"value":', *json_codec.encode_tensor(value, form), b"}"]
 
 
 def _coded(value: Array) -> dict[str, Array]:
