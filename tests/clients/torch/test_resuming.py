@@ -179,6 +179,25 @@ def test_a_slow_worker_goes_on_at_the_running_step(server: Client, run: str, cap
     assert server.runs.info(run).step == 3
 
 
+def test_a_slow_worker_ends_a_run_that_the_others_have_finished(server: Client, run: str) -> None:
+    x, y, slow = started(server, run)
+    step(x, y, slow)
+    x.gradients.set_rules(deadline_seconds=0.01)
+    for _ in range(3):
+        for one in (x, y):
+            one.push()
+        for one in (x, y):
+            one.pull()
+    for one in (x, y):
+        one.gradients.finish()
+    assert server.runs.info(run).state == "finished"
+    for late in range(1, 4):
+        assert (slow.push().counted, slow.step) == (False, late)
+        slow.pull()
+    slow.gradients.finish()
+    assert x.bits() == y.bits() == slow.bits()
+
+
 def test_a_run_without_a_state_is_refused_at_once(server: Client, run: str) -> None:
     model = torch.nn.Linear(2, 1)
     plain = GradientAccumulator(model, server, run=run, quorum=1, worker="a", keep=18)

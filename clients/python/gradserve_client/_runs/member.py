@@ -55,9 +55,16 @@ class Member:
         return infos[0]
 
     def again(self) -> None:
-        """Let the running step wait for this worker. Raises `Conflict` if another process has taken its place."""
+        """Let the running step wait for this worker: of a run that has ended, none does.
+
+        Raises `Conflict` if another process has taken the worker's place.
+        """
         for part in self._parts:
-            self._joined(*part, again=True)
+            try:
+                self._joined(*part, again=True)
+            except Conflict as error:
+                if error.code != "run_ended":
+                    raise
 
     def _joined(self, runner: Runner, buffer: str, *, again: bool) -> RunInfo:
         given = {**self._own, "worker": self._worker, "buffer": buffer, "life": self.life, "again": again}
