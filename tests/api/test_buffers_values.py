@@ -83,7 +83,7 @@ def test_a_take_without_a_mean_takes_nothing(http: httpx.Client) -> None:
 QUERIES = [
     ("value", "reduce", "max", "'sum' or 'mean'"),
     ("value", "dtype", "int64", "'float64'"),
-    ("value", "encoding", "hex", "'list' or 'base64'"),
+    ("value", "encoding", "hex", "'list', 'base64' or 'int8'"),
     ("value", "step", "-1", "0"),
     ("value", "step", "x", "integer"),
     ("value", "timeout", "601", "600"),

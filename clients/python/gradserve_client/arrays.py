@@ -60,7 +60,8 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
     """The step of the last pull: who was in it, what closed it, and the mean loss."""
 
     def _check_wire(self, dtype: npt.DTypeLike | None) -> None:
-        check_choice("wire_dtype", _dtype_name(dtype), (None, *HALF_DTYPES, "int8"))
+        if dtype is not None:
+            check_choice("wire_dtype", _dtype_name(dtype), (*HALF_DTYPES, "int8"))
 
     def _adapted(self, model: Any, wire: Any, pulled: Any, limit: int) -> Model:
         self._new_state = partial(State, prefix=f"{self._prefix}::state.", limit=limit)

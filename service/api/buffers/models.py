@@ -37,7 +37,7 @@ Encoding = Annotated[
     Field(description="How a JSON answer writes tensors; by default in base64 if the request does, or else as lists."),
 ]
 ValueEncoding = Annotated[
-    json_codec.Encoding | Literal["int8"] | None,
+    Literal["list", "base64", "int8"] | None,
     Field(description="`int8`: codes and scales, which are 0.26 of float32; in JSON in base64. The others: see above."),
 ]
 Reduce = Annotated[Literal["sum", "mean"], Field(description="The sum, or the sum divided by the sum of the weights.")]
