@@ -32,6 +32,9 @@ JAKARTA = Path("/usr/share/java/jakarta-annotation-api.jar")
 PRINTED = "relu 1 0\nstep 2\ntake 4 6\nerror shape_mismatch of X\n"
 """The output of each program."""
 
+CODED = "random 3000 12\nties 256 1\nzeros 300 2\ndocuments 4 1\n32 -64 127 6\n"
+"""The output of the program that encodes gradients in 8 bits: cases, codes and scales; and the documents' example."""
+
 MIN_BODIES = 15
 """The documentation had 19 requests with a JSON body when this test was written."""
 
@@ -83,10 +86,13 @@ def test_typescript(url: str, document: Path, tmp_path: Path) -> None:
     bodies = [*sent(httpx.get(f"{url}/openapi.json").json()["paths"])]
     assert len(bodies) >= MIN_BODIES
     (tmp_path / "bodies.ts").write_text(typescript(bodies))
-    shutil.copy(PROGRAMS / "client.ts", tmp_path)
+    programs = ["client.ts", "codes.ts"]
+    for program in programs:
+        shutil.copy(PROGRAMS / program, tmp_path)
     options = ["--strict", "--target", "es2022", "--module", "nodenext", "--types", "node"]
-    run(tmp_path, NODE / ".bin/tsc", *options, "client.ts", "bodies.ts")
+    run(tmp_path, NODE / ".bin/tsc", *options, *programs, "bodies.ts")
     assert run(tmp_path, "node", "client.js", GRADSERVE_URL=url) == PRINTED
+    assert run(tmp_path, "node", "codes.js", GRADSERVE_URL=url) == CODED
 
 
 def test_python(url: str, document: Path, tmp_path: Path) -> None:
