@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from service.buffers.changes import Add, Change, Create
-from service.buffers.gradients import Rows
+from service.buffers.gradients import Coded, Rows
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import Part
@@ -79,7 +79,7 @@ def send_part(
     place = Part(push, number, parts, store.namespace, mark, PUSH_SECONDS, weight, step, contributor, most)
     more: dict[str, Any] = {"weight": weight, "step": step, "contributor": contributor}
     numbers = {
-        name: each if isinstance(each, Rows | np.ndarray) else np.asarray(each, np.float32)
+        name: each if isinstance(each, Rows | Coded | np.ndarray) else np.asarray(each, np.float32)
         for name, each in gradients.items()
     }
     adds = [Add(name=name, tensor=name, gradient=each, **more) for name, each in numbers.items()]

@@ -16,12 +16,13 @@ import pytest
 
 from service.buffers import batches, failpoints
 from service.buffers.changes import Add, Delete
-from service.buffers.gradients import Rows
+from service.buffers.gradients import Coded, Rows
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.parts import Forget
 from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import Part
+from service.codecs.codes import block_count
 from service.engine.fair_queue import FairQueue
 from service.errors import StoreFull, UnknownBuffer
 from tests.buffers.calls import LARGE, PUSH_SECONDS, add, create, do, ones, part, send_part, value
@@ -127,12 +128,14 @@ def test_the_first_push_becomes_the_sum_unless_it_has_odd_numbers(store: LmdbSto
 
 
 def test_a_part_has_gradients_of_all_kinds(store: LmdbStore, path: Path) -> None:
-    """Sparse ones, small ones, one array for two buffers, and one that is not contiguous."""
+    """Sparse ones, small ones, one in 8 bits, one array for two buffers, and one that is not contiguous."""
     create(store, "rows", "turned", shape=(LARGE // 8, 8))
-    create(store, "c", shape=(LARGE,))
+    create(store, "c", "coded", shape=(LARGE,))
+    codes = np.random.default_rng(5).integers(-127, 128, LARGE).astype(np.int8)
+    coded = Coded(codes, np.random.default_rng(6).random(block_count(LARGE), np.float32))
     rows = Rows(np.arange(LARGE // 8), np.random.default_rng(1).standard_normal((LARGE // 8, 8)))
     turned, same = np.random.default_rng(2).standard_normal((8, LARGE // 8)).T, numbers(3)
-    gradients = {"rows": rows, "turned": turned, "a": same, "b": same, "c": numbers(4), "small": [1, 2]}
+    gradients = {"rows": rows, "turned": turned, "a": same, "b": same, "c": numbers(4), "small": [1, 2], "coded": coded}
     part(store, 1, gradients, request="one")
     part(store, 2, {})
     wait_for_folds(store, len(gradients))

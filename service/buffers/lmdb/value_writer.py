@@ -118,7 +118,7 @@ class ValueWriter(ValueReader):
             entry.waiting.append(stored)
             self._cache.take(old)
             self._put(value, entry.pack())
-            return value, 2 * stored.nbytes >= spec.nbytes
+            return value, 2 * math.prod(stored.shape) >= spec.size
         value = self.accumulate(spec, old, self.gradient(spec, stored), weight, overwrite=False)
         for each in stored.ids:
             self.free(each)
