@@ -1,4 +1,4 @@
-"""Gradients in 8 bits over real HTTP, with each store: codes and scales, in JSON and safetensors, among other forms."""
+"""Gradients in 8 bits over real HTTP: codes and scales, in JSON and safetensors, among other forms."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from service.dtypes import Array
 from service.limits import Limits
 from tests.api.calls import add, create, fresh, get, metadata, ok, saved, state, value
 from tests.api.headers import KEY, REPLAYED
-from tests.api.test_buffers_sparse import STORES, TO_JSON, post
+from tests.api.test_buffers_sparse import TO_JSON, post
 from tests.serving import assert_problem
-
-STORES = STORES
-"""The stores of the fixture `http`."""
 
 SAFE_ANSWER, INT8 = {"Accept": codec.MEDIA_TYPE}, {"encoding": "int8"}
 
