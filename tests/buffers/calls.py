@@ -55,6 +55,14 @@ def add(store: Store, name: str, gradient: Any, **rest: Any) -> Receipt:
     return do(store, Add(name=name, gradient=array, **rest)).receipts[name]
 
 
+def tensors_of(change: Add) -> dict[str, Array]:
+    """Return the tensors of a gradient in a body, by the ends of their names."""
+    if isinstance(change.gradient, Coded):
+        return {"/codes": change.gradient.codes, "/scales": change.gradient.scales}
+    assert isinstance(change.gradient, np.ndarray)
+    return {"": change.gradient}
+
+
 PUSH_SECONDS = 900.0
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
+from service.buffers.gradients import Coded
 from service.buffers.graph_changes import DeleteGraph, PutGraph
 from service.buffers.graphs import StoredGraph
 from service.buffers.parts import Forget
@@ -28,9 +29,10 @@ from service.buffers.record import Key, Spec
 from service.buffers.rules import CloseIfDue, SetRules
 from service.buffers.sets import Set, Unchanged
 from service.buffers.store import Store
+from service.codecs.codes import decode, encode
 from service.dtypes import DTYPES, NAMES, Array
 from service.errors import GradserveError, UnknownBuffer
-from tests.buffers.calls import key
+from tests.buffers.calls import key, tensors_of
 from tests.buffers.postgres import Schema, shrink
 from tests.buffers.stores import KEY_SECONDS, PATIENCE, Clock, open_lmdb, shrink_lmdb, wrong
 from tests.kernels.calls import FLOAT_DTYPES
@@ -409,6 +411,9 @@ def _contradicts(spec: Spec) -> bool:
 
 
 def _array(change: Add) -> Array:
+    """Return the numbers of a gradient, which may be in 8 bits."""
+    if isinstance(change.gradient, Coded):
+        return decode(change.gradient.codes.reshape(-1), change.gradient.scales).reshape(change.gradient.shape)
     assert isinstance(change.gradient, np.ndarray)
     return change.gradient
 
@@ -618,9 +623,14 @@ class Machine(RuleBasedStateMachine):
         several = sorted(alive, key=lambda name: not alive[name].count)
         return change if at is None or not alive else replace(change, name=several[at % len(several)])
 
-    def fitting(self, data: st.DataObject, name: str) -> Array:
-        """Draw a gradient that fits the buffer."""
-        shapes = [shape for shape in GRADIENT_SHAPES if _fits(shape, self.model.buffers[name].spec.shape)]
+    def fitting(self, data: st.DataObject, name: str) -> Array | Coded:
+        """Draw a gradient that fits the buffer, sometimes in 8 bits."""
+        own = self.model.buffers[name].spec.shape
+        if data.draw(st.integers(0, 4)) == 4:
+            random = np.random.default_rng(data.draw(st.integers(0, 999)))
+            codes, scales = encode(random.standard_normal(math.prod(own), np.float32))
+            return Coded(codes.reshape(own), scales)
+        shapes = [shape for shape in GRADIENT_SHAPES if _fits(shape, own)]
         random = np.random.default_rng(data.draw(st.integers(0, 999)))
         gradient = random.normal(scale=data.draw(st.sampled_from([1, 1, 9])), size=data.draw(st.sampled_from(shapes)))
         return np.asarray(gradient, data.draw(st.sampled_from(FLOAT_DTYPES)))
@@ -714,7 +724,7 @@ class Machine(RuleBasedStateMachine):
         for part in (several[:1], several[1:]):
             step = data.draw(st.sampled_from([None, alive[part[0]].step]))
             drawn = [Add(name=name, gradient=self.fitting(data, name), step=step, **rest) for name in part]
-            drawn.sort(key=lambda add: -cast(Array, add.gradient).itemsize)  # the order of the tensors in a body
+            drawn.sort(key=lambda add: -max(one.itemsize for one in tensors_of(add).values()))  # as in a body
             self.requests += 1
             push.requests.append(([*drawn], f"key {self.requests}"))
         self.pushes.append(push)
@@ -860,7 +870,7 @@ class PartsMachine(Machine):
         chosen = st.lists(st.sampled_from(left or [""]), min_size=least, max_size=2 * least, unique=True)
         several = data.draw(chosen, label="names")
         rest: dict[str, Any] = {"weight": part.weight, "step": part.step, "contributor": part.contributor}
-        numbers = {name: self.fitting(data, name) for name in several}
+        numbers: dict[str, Array | Coded] = {name: self.fitting(data, name) for name in several}
         if several and data.draw(st.integers(0, 5)) == 5:
             numbers[several[0]] = data.draw(gradients())
         return [Add(name=name, tensor=name, gradient=numbers[name], **rest) for name in several]
@@ -926,8 +936,9 @@ class PartsMachine(Machine):
 
 def _bytes_of(push: StagedPush) -> int:
     """Return the bytes of the gradients that change a sum."""
-    arrays = [_array(add) for part in push.staged.values() for add in part.adds if add.weight]
-    return sum(array.nbytes for array in arrays if array.size != 1 or array.any())
+    adds = [add for part in push.staged.values() for add in part.adds if add.weight]
+    counted = [add for add in adds if isinstance(add.gradient, Coded) or _array(add).size != 1 or _array(add).any()]
+    return sum(one.nbytes for add in counted for one in tensors_of(add).values())
 
 
 class StoreMachine(PartsMachine):

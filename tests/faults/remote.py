@@ -21,6 +21,7 @@ from service.codecs import safetensors
 from service.dtypes import Array
 from service.errors import GradserveError, tree
 from service.limits import Limits
+from tests.buffers.calls import tensors_of
 from tests.faults.servers import PATIENCE, SAFETENSORS
 
 BUFFERS = "/v1/buffers"
@@ -148,8 +149,9 @@ class Remote:
     def _change_sums(self, path: str, changes: Sequence[Change], headers: dict[str, str]) -> httpx.Response:
         first = changes[0]
         if isinstance(first, Add):
-            gradients = {change.name: change.gradient for change in changes if isinstance(change, Add)}
-            body = safetensors.encode({"gradient": first.gradient} if path else gradients)  # type: ignore[arg-type, dict-item]
+            adds = {"gradient" if path else one.name: one for one in changes if isinstance(one, Add)}
+            tensors = {f"{name}{end}": part for name, one in adds.items() for end, part in tensors_of(one).items()}
+            body = safetensors.encode(tensors)
             sent: dict[str, Any] = {"content": b"".join(body), "headers": {**headers, "Content-Type": SAFETENSORS}}
             return self._send("POST", f"{path}/accumulate", params=_query(first), **sent)
         named: dict[str, Any] = {} if path else {"json": {"names": [change.name for change in changes]}}
