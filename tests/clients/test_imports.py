@@ -38,6 +38,18 @@ def test_help_needs_neither_numpy_nor_httpx() -> None:
     assert answer.stdout.splitlines()[-1] == "loaded ['rich']"
 
 
+def test_names_and_modules_of_the_package_are_found() -> None:
+    program = (
+        "import gradserve_client as package\n"
+        "assert {*dir(package)} == {*package.__all__}\n"
+        "assert package.errors.NotFound is package.NotFound\n"
+        "assert package.buffers.Buffers is package.Buffers\n"
+        "assert all(getattr(package, name).__name__ == name for name in package.__all__)\n"
+        "assert not hasattr(package, 'nothing')"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_circles_are_found(tmp_path: Path) -> None:
     sources = {
         "__init__": "from package.a import A",

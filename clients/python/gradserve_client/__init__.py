@@ -124,4 +124,10 @@ def __getattr__(name: str) -> Any:
             if found := vars(import_module(f"{__name__}.{home}")).get(name):
                 globals()[name] = found
                 return found
+    if name in (*_HOMES, "buffers", "graphs", "ops", "runs"):
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -38,7 +38,7 @@ Encoding = Annotated[
 ]
 ValueEncoding = Annotated[
     Literal["list", "base64", "int8"] | None,
-    Field(description="`int8`: codes and scales, which are 0.26 of float32; in JSON in base64. The others: see above."),
+    Field(description="How a JSON answer writes tensors; `int8`: 8 bits a number, also in safetensors, as `coded`."),
 ]
 Reduce = Annotated[Literal["sum", "mean"], Field(description="The sum, or the sum divided by the sum of the weights.")]
 AnswerDtype = Annotated[FloatName | None, Field(description="The dtype of the answer; by default the buffer's.")]
