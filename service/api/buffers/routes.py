@@ -201,9 +201,9 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
 @access(WRITE, label="accumulate")
 async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQuery, Query()]) -> Answer:
     """The gradient is a tensor that broadcasts into the buffer's shape, rows that are added to those of `indices`, or
-    codes of 8 bits and their scales. With an `Idempotency-Key`, a request counts once, however often it is sent. Raises `unknown_buffer`,
-    `shape_mismatch`, `dtype_mismatch`, `index_out_of_range`, `stale_step`, `duplicate_contributor`,
-    `nonfinite_gradient` and `norm_too_large`.
+    codes of 8 bits and their scales. With an `Idempotency-Key`, a request counts once, however often it is sent.
+    Raises `unknown_buffer`, `shape_mismatch`, `dtype_mismatch`, `index_out_of_range`, `stale_step`,
+    `duplicate_contributor`, `nonfinite_gradient` and `norm_too_large`.
     """
     check_name(name)
     check_may_read(call, query)
