@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from service.dtypes import Array
+from tests.faults import coded
 from tests.faults.servers import LONG, PATIENCE, Client, Server, new_key
 from tests.postgres import Cluster
 
@@ -88,7 +89,7 @@ def wait(is_so: Callable[[], object], what: str, seconds: float = 2 * PATIENCE) 
 class Adder:
     """A client that adds 1, n and the square of n to its own row, for n = 1, 2, 3, ..., and keeps the receipts.
 
-    Every second client pushes in parts, a part for each buffer.
+    It adds to three buffers at once, the third one in 8 bits. Every second client pushes in parts, a part for each.
     """
 
     def __init__(self, urls: Sequence[str], row: int) -> None:
@@ -118,7 +119,8 @@ class Adder:
     def _gradients(self, number: int) -> dict[str, Array]:
         small = np.zeros((CLIENTS, 3))
         small[self._row] = 1, number, number**2
-        return {"small": small, "large": np.broadcast_to(small, (REPEATS, CLIENTS, 3))}
+        large = np.broadcast_to(small, (REPEATS, CLIENTS, 3))
+        return {"small": small, "large": large, **coded.gradient(self._row, number, CLIENTS)}
 
 
 class Reader:
@@ -153,6 +155,7 @@ class Load:
         self._threads = ThreadPoolExecutor(CLIENTS + 1)
         self._running: list[Future[None]] = []
         self._there: list[int] = []
+        self._coded = [coded.Sum(row, CLIENTS) for row in range(CLIENTS)]
 
     def counts(self) -> tuple[int, int]:
         """Return the adds that were acknowledged, and those in the sums, after the end."""
@@ -162,6 +165,7 @@ class Load:
         with Balanced(self._urls) as client:
             client.create("small", (CLIENTS, 3))
             client.create("large", (REPEATS, CLIENTS, 3))
+            client.create("coded", (CLIENTS, *coded.SHAPE), "float32")
         runners: list[Adder | Reader] = [*self.adders, Reader(self._urls)]
         self._running = [self._threads.submit(one.run, self._stop) for one in runners]
         self.go_on()
@@ -197,12 +201,13 @@ class Load:
         """Check that all acknowledged adds are there, and at most one more of each client. Return their counts."""
         answered = [one.answered for one in self.adders]
         with Balanced(self._urls) as client:
-            receipts, values = client.values("small", "large")
+            receipts, values = client.values("small", "large", "coded")
         started = [one.started for one in self.adders]
         assert (values["large"] == values["small"]).all()
         there = [int(row[0]) for row in values["small"]]
         for row, n in zip(values["small"], there, strict=True):
             assert row.tolist() == [n, n * (n + 1) // 2, n * (n + 1) * (2 * n + 1) // 6]
+        assert [one.count(row) for one, row in zip(self._coded, values["coded"], strict=True)] == there
         for least, found, most in zip(answered, there, started, strict=True):
             assert least <= found <= most
         assert {receipt["count"] for receipt in receipts.values()} == {sum(there)}

@@ -208,10 +208,12 @@ class Client:
 
     def push(self, gradients: Mapping[str, Array], *, push: str) -> Any:
         """Add to many buffers by a push with a part for each; return the receipts by buffer name."""
-        answer = None
-        for part, (name, gradient) in enumerate(gradients.items(), 1):
-            query = {"push": push, "part": part, "parts": len(gradients)}
-            answer = self.done("POST", "/v1/buffers/accumulate", params=query, **tensors(**{name: gradient}))
+        answer, parts = None, dict[str, dict[str, Array]]()
+        for name, gradient in gradients.items():
+            parts.setdefault(name.partition("/")[0], {})[name] = gradient
+        for number, part in enumerate(parts.values(), 1):
+            query = {"push": push, "part": number, "parts": len(parts)}
+            answer = self.done("POST", "/v1/buffers/accumulate", params=query, **tensors(**part))
         assert answer is not None
         return answer["buffers"]
 

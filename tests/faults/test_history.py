@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from service.dtypes import Array
-from tests.faults.servers import LONG, PATIENCE, SAFETENSORS, Client, Server, contents, new_key, pause
+from tests.faults.servers import LONG, PATIENCE, SAFETENSORS, Client, Server, contents, new_key, pause, tensors
 
 ADDERS = 5
 EACH = 400 if LONG else 60
@@ -58,14 +58,14 @@ class Recorder:
         sent = time.monotonic()
         value = None
         if what == "add":
-            receipt = client.add("it", one_hot(element), key=new_key())
+            receipt = client.done("POST", "/v1/buffers/it/accumulate", key=new_key(), **tensors(**one_hot(element)))
         elif what == "zero":
             receipt = client.done("POST", "/v1/buffers/it/zero", key=new_key())
         else:
             method, key = ("POST", new_key()) if what == "take" else ("GET", None)
             answer = client.send(method, f"/v1/buffers/it/{what}", key=key, headers={"Accept": SAFETENSORS})
-            receipts, tensors = contents(answer)
-            receipt, value = receipts["it"], adds_in(tensors["value"])
+            receipts, found = contents(answer)
+            receipt, value = receipts["it"], adds_in(found["value"])
         self.history.append(Call(what, sent, time.monotonic(), receipt, element, value))
 
     def add(self, which: int) -> None:
@@ -79,10 +79,13 @@ class Recorder:
                 self.call(client, what)
 
 
-def one_hot(element: int) -> Array:
-    gradient = np.zeros(ADDS)
+def one_hot(element: int) -> dict[str, Array]:
+    """Return the tensors of a gradient. Every second one is in 8 bits."""
+    gradient = np.zeros(ADDS, np.int8)
     gradient[element] = 1
-    return gradient
+    if element % 2:
+        return {"gradient/codes": gradient, "gradient/scales": np.ones(-(-ADDS // 256), np.float32)}
+    return {"gradient": gradient.astype(np.float64)}
 
 
 def adds_in(value: Array) -> frozenset[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from service.dtypes import Array
+from tests.faults import coded
 from tests.faults.printing import Counted
 from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key, tensors
 
@@ -21,6 +23,9 @@ KILLS = 100 if LONG else 3
 
 PARTERS = 2
 """Clients that push in two parts, a buffer in each."""
+
+CODERS = 2
+"""Clients whose gradients come in 8 bits."""
 
 GATHERERS = 2
 """Clients that add through GatherGrad."""
@@ -37,6 +42,8 @@ STEP = 800
 
 class Adder:
     """A client that adds 1, 2, 3, ... and their squares to its own row in turn, and keeps the receipts."""
+
+    buffer = "small"
 
     def __init__(self, url: str, row: int) -> None:
         self.url, self.row = url, row
@@ -55,6 +62,10 @@ class Adder:
     def add(self, client: Client, number: int, key: str) -> Any:
         return client.add_many(self.gradients(number), key=key)
 
+    def there(self, values: Mapping[str, Array]) -> int:
+        """Return how many of its adds are in the sums, after a check of them."""
+        return sums_of(values[self.buffer][self.row])
+
     def repeat(self, most: int) -> None:
         """Send some gradients of all times again with their keys, and check that the receipts are the same."""
         with Client(self.url) as client:
@@ -70,6 +81,8 @@ class Adder:
 class Gatherer(Adder):
     """An adder that adds the same numbers to several rows of a table through GatherGrad."""
 
+    buffer = "table"
+
     def add(self, client: Client, number: int, key: str) -> Any:
         rows = np.arange(self.row, ROWS, STEP)
         grad = np.tile(np.array([1.0, number, number**2]), (rows.size, 1))
@@ -84,9 +97,26 @@ class Parter(Adder):
         return client.push(self.gradients(number), push=key)
 
 
+class Coder(Adder):
+    """An adder of gradients in 8 bits."""
+
+    buffer = "coded"
+
+    def __init__(self, url: str, row: int) -> None:
+        super().__init__(url, row - PARTERS)
+        self.sum = coded.Sum(self.row, CODERS)
+
+    def gradients(self, number: int) -> dict[str, Array]:
+        return coded.gradient(self.row, number, CODERS)
+
+    def there(self, values: Mapping[str, Array]) -> int:
+        return self.sum.count(values["coded"][self.row])
+
+
 def kind_of(row: int) -> type[Adder]:
     """Return the kind of the client that adds to a row."""
-    return Parter if row < PARTERS else Gatherer if row >= CLIENTS - GATHERERS else Adder
+    kinds = [Parter] * PARTERS + [Coder] * CODERS + [Adder] * (CLIENTS - PARTERS - CODERS - GATHERERS)
+    return [*kinds, *[Gatherer] * GATHERERS][row]
 
 
 def sums_of(row: Array) -> int:
@@ -99,19 +129,18 @@ def sums_of(row: Array) -> int:
 def check(client: Client, adders: list[Adder]) -> list[int]:
     """Check that the sums are the acknowledged adds and at most each add in flight; return the adds of each adder."""
     answered = [one.answered for one in adders]
-    receipts, values = client.values("small", "large", "table")
+    receipts, values = client.values("small", "large", "table", "coded")
     started = [one.started for one in adders]
     table = values["table"].reshape(-1, STEP, 3)
     assert (table == table[0]).all()
     assert not table[0, CLIENTS:].any()
     assert (values["large"] == values["small"]).all()
-    rows = [(table[0] if isinstance(one, Gatherer) else values["small"])[one.row] for one in adders]
-    there = [sums_of(row) for row in rows]
+    there = [one.there(values) for one in adders]
     for least, found, most in zip(answered, there, started, strict=True):
         assert least <= found <= most
-    gathered = sum(there[-GATHERERS:])
     for name, receipt in receipts.items():
-        expected = gathered if name == "table" else sum(there) - gathered
+        own = "small" if name == "large" else name
+        expected = sum(found for one, found in zip(adders, there, strict=True) if one.buffer == own)
         assert receipt["count"] == receipt["version"] == receipt["weight"] == expected
     return there
 
@@ -128,6 +157,7 @@ def test_every_gradient_counts_exactly_once(workers: int, tmp_path: Path, counte
         client.create("small", (CLIENTS, 3))
         client.create("large", (LARGE, CLIENTS, 3))
         client.create("table", (ROWS, 3))
+        client.create("coded", (CODERS, *coded.SHAPE), "float32")
         adders = [kind_of(row)(server.url, row) for row in range(CLIENTS)]
         running = [threads.submit(one.run, stop) for one in adders]
         try:

@@ -95,6 +95,26 @@ def test_each_weight_may_have_its_own_numbers(dtype: Any, attributes: Any) -> No
         assert_same_bits(sgd[f"updated_weights.{name}"], run("SGDOptimizerV2", plain)[f"updated_weights.{name}"])
 
 
+def test_nesterov_is_adamw_without_its_second_moment_and_then_sgd() -> None:
+    """As docs/graphs.md says. The formula is that of PyTorch's SGD."""
+    rate, momentum, chance = 0.25, 0.75, np.random.default_rng(3)
+    as_momentum = {"beta": 1.0, "epsilon": 1.0, "weight_decay": 0.0, "adam_mode": 1, "correct_bias": 0}
+    ours = {f"{group}.w": np.zeros(5) for group in ("momentums_1", "momentums_2")}
+    weights = expected = chance.normal(size=5)
+    kept = np.zeros(5)
+    for _ in range(4):
+        gradient = chance.normal(size=5)
+        both = {"gradients.w": gradient, "step": np.array(1)}
+        given = {**both, **ours, "weights.w": weights, "lr": np.array(momentum * rate / (1 - momentum))}
+        first = run("AdamWOptimizer", given, alpha=momentum, **as_momentum)
+        ours = {f"{group}.w": first[f"updated_{group}.w"] for group in ("momentums_1", "momentums_2")}
+        given = {"gradients.w": gradient, "weights.w": first["updated_weights.w"], "lr": np.array(rate)}
+        weights = run("SGDOptimizerV2", given)["updated_weights.w"]
+        kept = momentum * kept + gradient
+        expected = expected - rate * (gradient + momentum * kept)
+        np.testing.assert_allclose(weights, expected, rtol=1e-12)
+
+
 def test_no_update_changes_nothing() -> None:
     given = {**tensors(), "update_signal": np.array([False])}
     results = run("AdamWOptimizer", given)
