@@ -9,14 +9,11 @@ import httpx
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from service.codecs import safetensors as codec
 from service.dtypes import Array
 from tests.api.calls import add, create, fresh, metadata, ok, saved, state, value
 from tests.api.headers import KEY, REPLAYED, SAFE
-from tests.api.test_fuzz import check, tensors
 from tests.serving import assert_problem, serving
 
 STORES = ["lmdb", "postgres"]
@@ -211,24 +208,3 @@ def test_the_schema_shows_a_sparse_gradient(http: httpx.Client) -> None:
         assert '#/components/schemas/Gradient"' in json.dumps(components[name])
     assert {"$ref": "#/components/schemas/SparseGradient"} in components["Gradient"]["anyOf"]
     assert components["SparseGradient"]["required"] == ["indices", "rows"]
-
-
-parts = st.fixed_dictionaries({}, optional={"indices": tensors, "rows": tensors, "data": tensors})
-
-
-@pytest.fixture
-def held(client: httpx.Client) -> httpx.Client:
-    """Return a client of a server with two buffers."""
-    for name in ("gradient", "a"):
-        client.put(f"/v1/buffers/{name}", json={"shape": [2, 2]})
-    return client
-
-
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.sampled_from(["gradient", "a", "a/rows", "é"]), parts | tensors, max_size=3), st.booleans())
-def test_strange_sparse_gradients_get_a_receipt_or_a_problem(held: httpx.Client, body: Any, many: bool) -> None:
-    path = "accumulate" if many else "a/accumulate"
-    content = json.dumps(body)
-    answer = held.post(f"/v1/buffers/{path}", content=content, headers={"Content-Type": "application/json"})
-    if answer.status_code != 200:
-        check(answer)

@@ -9,13 +9,20 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
+import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from safetensors.numpy import save
 
+from service.api.http.answer import JSON
+from service.codecs.safetensors import MEDIA_TYPE
+from service.dtypes import Array
 from service.kernels import OPERATORS
 from tests.serving import assert_problem
 
@@ -84,7 +91,7 @@ def test_strange_tensors_get_an_answer_or_a_problem(
 ) -> None:
     op, body, params = request_
     content = json.dumps(body)  # with NaN and Infinity bare, as Python writes them
-    check(client.post(f"/v1/ops/{op}", content=content, params=params, headers={"Content-Type": "application/json"}))
+    check(client.post(f"/v1/ops/{op}", content=content, params=params, headers={"Content-Type": JSON}))
 
 
 @FUZZ
@@ -95,7 +102,7 @@ def test_damaged_bodies_get_an_answer_or_a_problem(client: httpx.Client, data: s
     for _ in range(data.draw(st.integers(1, 5))):
         place = data.draw(st.integers(0, len(body)))
         body[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": JSON}
     params = dict(operator.example_attributes)
     plain = client.post(f"/v1/ops/{operator.name}", content=bytes(body), headers=headers, params=params)
     check(plain)
@@ -114,7 +121,7 @@ def test_damaged_compressed_bodies_get_an_answer_or_a_problem(client: httpx.Clie
     body = bytearray(COMPRESS[coding](json.dumps(dict(operator.example)).encode()))
     place = data.draw(st.integers(0, len(body)))
     body[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
-    headers = {"Content-Type": "application/json", "Content-Encoding": coding}
+    headers = {"Content-Type": JSON, "Content-Encoding": coding}
     params = dict(operator.example_attributes)
     check(client.post(f"/v1/ops/{operator.name}", content=bytes(body), headers=headers, params=params))
 
@@ -131,3 +138,67 @@ def test_strange_paths_and_methods_get_an_answer_or_a_problem(
     assert answer.status_code < 500
     if answer.status_code >= 400:
         assert_problem(answer, answer.status_code, answer.json()["code"])
+
+
+parts = st.fixed_dictionaries({}, optional=dict.fromkeys(["indices", "rows", "codes", "scales", "data"], tensors))
+strange = st.dictionaries(st.sampled_from(["gradient", "a", "a/rows", "a/codes", "é"]), parts | tensors, max_size=3)
+dtypes = st.sampled_from([np.int8, np.float32, np.float16, np.float64, np.int64, np.bool_]).map(np.dtype)
+shapes = st.sampled_from([(2, 2), (1, 2), (2,), (1,), (0,), ()])
+few = st.integers(-3, 2)
+FORMS: list[dict[str, st.SearchStrategy[Any]]] = [
+    {"": arrays(np.float32, (2, 2))},
+    {"/indices": arrays(np.int64, (2,), elements=few), "/rows": arrays(np.float32, (2, 2))},
+    {"/codes": arrays(np.int8, (2, 2)), "/scales": arrays(np.float32, (1,), elements=few)},
+]
+
+
+@st.composite
+def gradients(draw: st.DrawFn) -> dict[str, Array]:
+    """Return a gradient for the buffer `a`, or for two, mostly without a mistake."""
+    found = dict[str, Array]()
+    for name in draw(st.sampled_from([["gradient"], ["gradient"], ["a", "gradient"], ["a", "é"]])):
+        for part, right in draw(st.sampled_from(FORMS)).items():
+            if draw(st.integers(0, 9)):
+                found[name + part] = draw(right if draw(st.integers(0, 9)) else arrays(dtypes, shapes))
+    return found
+
+
+def in_json(found: Mapping[str, Array]) -> str:
+    members: dict[str, Any] = {}
+    for place, array in found.items():
+        name, _, part = place.partition("/")
+        members[name] = {**members.get(name, {}), part: array.tolist()} if part else array.tolist()
+    return json.dumps(members)
+
+
+@pytest.fixture
+def held(client: httpx.Client) -> httpx.Client:
+    """Return a client of a server with two buffers."""
+    for name in ("gradient", "a"):
+        client.put(f"/v1/buffers/{name}", json={"shape": [2, 2]})
+    return client
+
+
+@FUZZ
+@given(strange.map(json.dumps) | gradients().map(in_json) | gradients().map(save), st.booleans())
+def test_strange_gradients_count_once_or_not_at_all(held: httpx.Client, body: str | bytes, many: bool) -> None:
+    """They are dense, sparse or in 8 bits."""
+    before = counts(held)
+    headers = {
+        "Content-Type": "application/json" if isinstance(body, str) else MEDIA_TYPE,
+        "Accept": "application/json",
+    }
+    path = "accumulate" if many else "gradient/accumulate"
+    answer = held.post(f"/v1/buffers/{path}", content=body, headers=headers)
+    changed = [name for name, count in counts(held).items() if count != before[name]]
+    if answer.status_code == 200:
+        receipts = answer.json()["buffers"] if many else {"gradient": answer.json()}
+        assert {name: one["count"] for name, one in receipts.items()} == {name: before[name] + 1 for name in changed}
+    else:
+        check(answer)
+        assert not changed
+
+
+def counts(http: httpx.Client) -> dict[str, int]:
+    """Return how many gradients each of the two buffers has."""
+    return {name: http.get(f"/v1/buffers/{name}").json()["count"] for name in ("gradient", "a")}
