@@ -18,11 +18,11 @@ PACKAGE = Path(__file__).parent / "gradserve_client"
 
 
 def async_ops() -> str:
-    """Return the asynchronous operators, which share the types of the results."""
+    """Return the stub of the asynchronous operators, which share the types of the results."""
     results = ", ".join(f"{op.name}Outputs" for op in operators.WITH_SEVERAL)
-    last = "from gradserve_client.models import Receipt\n"
-    head = operators.HEAD.replace(last, f"{last}from gradserve_client.ops import {results}\n")
-    return awaited(head + operators.methods(), "ops.py")
+    head = operators.HEAD.replace("_http.runner import Runner", "_async.runner import AsyncRunner")
+    head += f"from gradserve_client.ops import {results}\n\n"
+    return f"{operators.NOTICE.format(source='service/kernels')}{head}{operators.stubs()}"
 
 
 ASYNC_CLIENT = '''class AsyncClient:
@@ -73,7 +73,7 @@ def awaited(source: str, module: str) -> str:
 
 def generated() -> dict[Path, str]:
     """Return the text of each generated file."""
-    texts = {"_wire/defaults.py": operators.defaults(), "ops.py": operators.ops(), "_async/ops.py": async_ops()}
+    texts = {"_wire/defaults.py": operators.defaults(), "ops.py": operators.ops(), "_async/ops.pyi": async_ops()}
     modules = (
         "_http/runner.py",
         "_http/shards.py",

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
@@ -31,27 +30,13 @@ RESERVED = ("from", "outputs", "into", "set", "reduce", "timeout", "weight", "st
 """Parameters of a request that no operator has as an attribute."""
 
 
-class _Named(TypedDict, total=False):
-    contributor: str | None
-    idempotency_key: str | None
-
-
-class Unnumbered(_Named, total=False):
-    """How an operator with an input `step` adds to the buffers of `into`."""
-
-    weight: float | None
-
-
-class Unweighted(_Named, total=False):
-    """How an operator with an input `weight` adds to the buffers of `into`, with a weight of 1."""
-
-    step: int | None
-
-
-class Adding(Unweighted, total=False):
+class Adding(TypedDict, total=False):
     """How an operator adds to the buffers of `into`."""
 
     weight: float | None
+    step: int | None
+    contributor: str | None
+    idempotency_key: str | None
 
 
 def ready() -> Call[None]:
@@ -221,31 +206,6 @@ def _check(op: str, attributes: Mapping[str, Any]) -> None:
         )
 
 
-def grouped(
-    call: Call[dict[str, Array | Receipt]], groups: Mapping[str, Inputs | None], gives: Sequence[str]
-) -> Call[dict[str, Any]]:
-    """Let the call return the outputs in `groups` as groups: each as a dict if its input is one, else as a list.
-
-    `gives` names all outputs, or is empty if only some come.
-    """
-
-    def read(answer: Answer) -> dict[str, Any]:
-        results: dict[str, Any] = {}
-        for name, result in call.read(answer).items():
-            group, _, member = name.partition(".")
-            if group in groups:
-                results.setdefault(group, {})[member] = result
-            else:
-                results[name] = result
-        for name in groups.keys() & results.keys():
-            if not isinstance(groups[name], Mapping):
-                results[name] = [results[name][number] for number in sorted(results[name], key=int)]
-        _check_names(results, gives)
-        return results
-
-    return replace(call, read=read)
-
-
 def flat(values: Mapping[str, Any], groups: Collection[str]) -> dict[str, Any]:
     """Return the values that are not None, and those in the groups, by names like `weights.b`."""
     flat: dict[str, Any] = {}
@@ -277,12 +237,12 @@ def _outputs(names: Sequence[str]) -> Callable[[Answer], dict[str, Array | Recei
             **values,
             **{name: as_receipt(receipt, answer) for name, receipt in receipts.items()},
         }
-        _check_names(results, names)
+        check_names(results, names)
         return results
 
     return read
 
 
-def _check_names(results: Mapping[str, Any], names: Sequence[str]) -> None:
+def check_names(results: Mapping[str, Any], names: Sequence[str]) -> None:
     if names and results.keys() != set(names):
         raise LookupError(f"the outputs are {', '.join(results) or 'none'}, but must be {', '.join(names)}")

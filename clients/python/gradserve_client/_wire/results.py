@@ -1,0 +1,57 @@
+"""The results of an operator's method: a tensor, a named tuple of tensors, or a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gradserve_client._http.outcomes import Answer
+from gradserve_client._http.policy import Call
+from gradserve_client._wire.calls import Input, Inputs, Into, T, check_names, run
+
+
+def of(
+    op: str,
+    tensors: Mapping[str, Input | Inputs | None],
+    attributes: Mapping[str, Any],
+    kind: Any,
+    groups: Mapping[str, Inputs | None] | None = None,
+    *,
+    outputs: Sequence[str] | None = None,
+    into: Any = None,
+    **add: Any,
+) -> Call[T]:
+    """Run an operator, and return its only output, named `kind`, or its outputs as a named tuple, the class `kind`.
+
+    With `outputs` or `into`, several are a dict. An output in `groups` is a dict if its input is one, else a list.
+    """
+    is_single, groups = isinstance(kind, str), groups or {}
+    fields: Sequence[str] = (kind,) if is_single else kind._fields
+    buffers: Mapping[str, Into] | None = {kind: into} if is_single and into is not None else into
+    call: Call[Any] = run(op, tensors, attributes, gives=() if groups else fields, outputs=outputs, into=buffers, **add)
+
+    def read(answer: Answer) -> Any:
+        results = _grouped(call.read(answer), groups)
+        if groups and outputs is None:
+            check_names(results, fields)
+        if is_single:
+            return results[kind]
+        return results if outputs is not None or into is not None else kind(**results)
+
+    return replace(call, read=read)
+
+
+def _grouped(results: Mapping[str, Any], groups: Mapping[str, Inputs | None]) -> dict[str, Any]:
+    """Return the outputs with the members of each group together."""
+    found: dict[str, Any] = {}
+    for name, result in results.items():
+        group, _, member = name.partition(".")
+        if group in groups:
+            found.setdefault(group, {})[member] = result
+        else:
+            found[name] = result
+    for name in groups.keys() & found.keys():
+        if not isinstance(groups[name], Mapping):
+            found[name] = [found[name][number] for number in sorted(found[name], key=int)]
+    return found
