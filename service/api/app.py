@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, FastAPI
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from service.api import openapi
 from service.api.buffers.chosen import name_like
@@ -25,6 +24,7 @@ from service.api.http.admission import SMALL_BYTES, Admission
 from service.api.http.answer import Answer
 from service.api.http.auth import authorize, known_hosts
 from service.api.http.call import Call, Services
+from service.api.http.exchange import Exchange
 from service.api.http.negotiation import PATCH_TYPES
 from service.api.http.problems import CLIENT_GONE, answer_bug, answer_error
 from service.api.http.routing import UNKNOWN, Endpoint, Table
@@ -89,11 +89,9 @@ class Application(FastAPI):
         """Return the OpenAPI document. This takes seconds."""
         return openapi.document_of(self, [*self._routers, rest.declared()])
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await super().__call__(scope, receive, send)
-            return
-        call = Call(scope, receive, send, self.services)
+    async def serve(self, exchange: Exchange) -> None:
+        """Answer a request. ASGI only starts and ends the application."""
+        call = Call(exchange, self.services)
         endpoint = self._find(call)
         for observer in self.observers:
             observer.began(call)
@@ -193,9 +191,9 @@ class Application(FastAPI):
         """Release the request's bytes, and call the observers."""
         exchange = call.exchange
         self.services.admission.release(call.reservation)
-        if exchange is not None and exchange.is_refused:
+        if exchange.is_refused:
             call.status, call.code = MalformedBody.status, MalformedBody.code
-        elif exchange is not None and exchange.is_lost and not exchange.is_complete:  # before it had the whole answer
+        elif exchange.is_lost and not exchange.is_complete:  # before it had the whole answer
             call.status, call.code = CLIENT_GONE, None
         spent = time.perf_counter_ns() - call.started
         for observer in self.observers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import logging
@@ -23,9 +22,7 @@ import pytest
 
 from service.api.http import wire
 from service.api.http.body import DIRECT_BYTES
-from service.api.server import create_app
 from service.codecs import safetensors
-from service.settings import Settings
 from tests.kernels.calls import peak_bytes
 from tests.serving import assert_problem, serving
 
@@ -488,43 +485,3 @@ def test_a_compressed_body_may_arrive_in_pieces(connection: Connection, make: Ma
     message = Message(plain.head + f"Content-Encoding: {coding}\r\n".encode(), squeezed, plain.numbers)
     for whole in (message.whole(), message.chunked(10_000)):
         exchange(connection, plain, *cut(whole, 250, 100_000))
-
-
-# ----- without our protocol -----
-
-
-def test_the_application_works_without_our_protocol() -> None:
-    app = create_app(Settings(max_body_bytes=LIMIT, store="memory:"))
-
-    async def check() -> None:
-        transport = httpx.ASGITransport(app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-        ):
-            for message in (v1(SMALL), v2(SMALL), v1(LARGE), v2(LARGE)):
-                await check_one(client, message)
-
-    async def check_one(client: httpx.AsyncClient, message: Message) -> None:
-        first, *lines = message.head.decode().splitlines()
-        path, headers = first.split()[1], dict(line.split(": ") for line in lines[1:])
-
-        async def pieces(body: bytes) -> Any:
-            for piece in cut(body, 1, 5000, 70_000) if len(body) > 70_000 else cut(body, 1):
-                yield piece
-
-        squeezed = {**headers, "Content-Encoding": "gzip"}
-        for answer in (
-            await client.post(path, content=message.body, headers=headers),
-            await client.post(path, content=pieces(message.body), headers=headers),
-            await client.post(path, content=gzip.compress(message.body), headers=squeezed),
-        ):
-            assert_right(Answer(answer.status_code, dict(answer.headers), answer.content), message)
-        for content in (bytes(LIMIT + 1), pieces(bytes(LIMIT + 1))):
-            answer = await client.post(path, content=content, headers=headers)
-            assert answer.status_code == 413
-            assert "2097152" in answer.text
-        answer = await client.post(path, content=message.body[:-1], headers=headers)
-        assert answer.status_code == 400
-
-    asyncio.run(check())

@@ -10,10 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from service.api.http.waiting import Waiting
 from service.api.http.wire import Ending
-from service.api.server import create_app
+from service.api.server import server_config
 from service.buffers.memory import MemoryStore
 from service.engine.engine import Engine
 from service.settings import Settings
@@ -30,17 +31,23 @@ def assert_not_ready(answer: httpx.Response) -> None:
 
 
 def test_a_server_is_not_ready_before_its_start_and_after_its_stop() -> None:
-    app = create_app(Settings(store="memory:"))
+    config = server_config(Settings(store="memory:"))
+    config.lifespan = "off"
+    app: Any = config.app
+    server = uvicorn.Server(config)
 
     async def check() -> None:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        listener = socket.create_server(("127.0.0.1", 0))
+        serving = asyncio.create_task(server._serve([listener]))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}") as client:
             assert (await client.get("/v2/health/live")).status_code == 200
             assert_not_ready(await client.get("/v2/health/ready"))
             assert_problem(await client.post("/v1/ops/ReluGrad", json={"dY": 1, "X": 1}), 503, "not_ready")
             async with app.router.lifespan_context(app):
                 assert (await client.get("/v2/health/ready")).status_code == 200
             assert_not_ready(await client.get("/v2/health/ready"))
+        server.should_exit = True
+        await serving
 
     asyncio.run(check())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -41,9 +41,8 @@ class Racing(MemoryStore):
         return found
 
 
-async def stay() -> dict[str, Any]:
+async def stay() -> None:
     await asyncio.sleep(60)
-    return {"type": "http.disconnect"}
 
 
 def waited(store: MemoryStore, attempt: Callable[[], Awaitable[R]], match: frozenset[str] = ANY) -> R:

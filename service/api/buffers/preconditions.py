@@ -35,7 +35,7 @@ def key_of(call: Call, *bodies: memoryview | bytes) -> Key | None:
     """Return the Idempotency-Key, with the fingerprint of the request and its bytes. Raises `InvalidParameter`."""
     if b"idempotency-key" not in call.headers:
         return None
-    lines = call.lines(b"idempotency-key")
+    lines = call.head.values(b"idempotency-key")
     text = lines[0].decode("latin-1").strip()
     if len(lines) > 1:
         raise InvalidParameter(f"Idempotency-Key is given {len(lines)} times, not once", parameter="Idempotency-Key")
@@ -47,7 +47,7 @@ def key_of(call: Call, *bodies: memoryview | bytes) -> Key | None:
 
 def fingerprint_of(call: Call, *bodies: memoryview | bytes) -> bytes:
     """Return 16 bytes that differ for requests of another path, query, Content-Type or body."""
-    content_type = b",".join(call.lines(b"content-type"))
+    content_type = b",".join(call.head.values(b"content-type"))
     head = [call.method.encode(), call.path.encode(), call.query_string, content_type, b""]
     fingerprint = xxhash.xxh3_128(b"\0".join(head))
     for body in bodies:
@@ -85,7 +85,7 @@ def _tags(call: Call, name: str) -> frozenset[str] | None:
     """Return the tags in a header: `"step-version"`, in quotation marks, or `*`. Raises `InvalidParameter`."""
     if _LOWER[name] not in call.headers:
         return None
-    header = b",".join(call.lines(_LOWER[name])).decode("latin-1")
+    header = b",".join(call.head.values(_LOWER[name])).decode("latin-1")
     tags = frozenset(tag.strip() for tag in header.split(",")) - {""}
     if not tags or not all(map(_TAG.fullmatch, tags)):
         problem = f'{name} is {shown(header)}, but must be tags in quotation marks like "3-17", or *'

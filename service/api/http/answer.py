@@ -11,7 +11,6 @@ import orjson
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from service.api.http.body import deflated
 from service.api.http.call import Call
@@ -92,16 +91,9 @@ class Answer(Response):
         headers = self.raw_headers
         if call.request_id is not None:
             headers.append((b"x-request-id", call.request_id.encode()))
-        if call.exchange is None:
-            await _send(call.send, self.status_code, headers, () if call.method == "HEAD" else self.pieces)
-            call.sent = self.size
-        else:
-            await call.exchange.answer(self.status_code, headers, self.pieces, self.size)
-            call.sent = call.exchange.written
+        await call.exchange.answer(self.status_code, headers, self.pieces, self.size)
+        call.sent = call.exchange.written
         call.spent["write"] = time.perf_counter_ns() - began
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _send(send, self.status_code, self.raw_headers, self.pieces)
 
 
 def coded_tag(tag: str, coding: str) -> str:
@@ -123,14 +115,3 @@ class JsonAnswer(Answer, Generic[T]):
 def written(text: bytes, kind: type[T]) -> T:
     """Return the JSON text of a value in the place of the value."""
     return cast(T, orjson.Fragment(text))
-
-
-async def _send(
-    send: Send, status: int, headers: list[tuple[bytes, bytes]], pieces: Sequence[bytes | memoryview]
-) -> None:
-    """Send an answer under another server. ASGI wants the names of headers in lower case."""
-    lowered = [(name.lower(), value) for name, value in headers]
-    await send({"type": "http.response.start", "status": status, "headers": lowered})
-    for piece in pieces:
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})

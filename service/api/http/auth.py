@@ -6,7 +6,7 @@ import ipaddress
 import re
 from importlib.metadata import version
 
-from service.api.http.call import ANYONE, Call, Caller, unix_path
+from service.api.http.call import ANYONE, Call, Caller
 from service.api.http.routing import Access
 from service.errors import Forbidden, OldClient, Unauthorized, shown
 from service.host.unix_socket import is_private
@@ -49,7 +49,7 @@ def authorize(call: Call, access: Access, keys: KeyFile | None, hosts: re.Patter
         return ANYONE
     if access.label == "metrics" and _metrics_are_open(call):
         return ANYONE
-    lines = call.lines(b"authorization")
+    lines = call.head.values(b"authorization")
     if not lines:
         raise Unauthorized("The request has no API key, but needs one: Authorization: Bearer gs_...")
     kind, _, secret = lines[0].decode("latin-1").strip().partition(" ")
@@ -70,7 +70,7 @@ def _refuse_other_hosts(call: Call, hosts: re.Pattern[bytes]) -> None:
     No browser opens a UNIX socket, but a proxy does.
     """
     host = call.headers.get(b"host", b"")
-    if not hosts.fullmatch(host) and (unix_path(call.scope) is None or _is_forwarded(call)):
+    if not hosts.fullmatch(host) and (call.ends.path is None or _is_forwarded(call)):
         raise Forbidden(
             f"Host is {shown(host.decode('latin-1'))}, but without API keys the server answers only for localhost,"
             " addresses, GRADSERVE_HOST and the names in GRADSERVE_HOST_NAMES"
@@ -112,6 +112,6 @@ def _is_near(call: Call) -> bool:
     """
     if _is_forwarded(call):
         return False
-    if unix_path(call.scope) is not None:
+    if call.ends.path is not None:
         return is_private(call.settings.socket_mode)
-    return call.address is not None and ipaddress.ip_address(call.address[0]).is_loopback
+    return call.ends.client is not None and ipaddress.ip_address(call.ends.client[0]).is_loopback

@@ -49,7 +49,7 @@ async def read_body(call: Call, head: int = 0) -> memoryview:
     coding = _coding_of(call) if b"content-encoding" in call.headers else None
     if b"transfer-encoding" in call.headers:
         _check_transfer_coding(call)
-    body = None if call.exchange is None else call.exchange.body_at_hand()
+    body = call.exchange.body_at_hand()
     whole = await _received(call, head) if body is None else memoryview(body)
     size = len(whole)
     _check_size(call, size)
@@ -69,7 +69,7 @@ async def _received(call: Call, head: int) -> memoryview:
     if announced is not None:
         _check_size(call, announced)
     try:
-        if announced is None or announced <= DIRECT_BYTES or call.exchange is None:
+        if announced is None or announced <= DIRECT_BYTES:
             return await _collected(call, patience)
         shift = -head % ALIGNMENT_BYTES
         whole = call.engine.buffer(announced + shift)[shift:]
@@ -122,16 +122,16 @@ def _by_steps(size: int, reserve: Callable[[int], None]) -> Callable[[int], None
 
 
 async def _collected(call: Call, patience: float) -> memoryview:
-    """Collect a body that is small, has no Content-Length, or comes through another server."""
+    """Collect a body that is small, or has no Content-Length."""
     body, more, hold = bytearray(), True, _holder(call.reserve)
     clock = asyncio.get_running_loop().time
     began, most = clock(), call.settings.max_body_bytes
     async with asyncio.timeout(patience) as timeout:
         while more:
-            message = await call.receive()
-            if message["type"] == "http.disconnect":
+            chunk = await call.exchange.receive()
+            if chunk is None:
                 raise ClientDisconnect
-            chunk, more = message.get("body", b""), message.get("more_body", False)
+            more = call.exchange.more_body
             if len(body) + len(chunk) > most:
                 raise _too_large(call, f"The body has more than {most} bytes")
             body += chunk

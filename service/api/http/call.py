@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Annotated, Any, NamedTuple, TypeVar
+from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 from fastapi import Depends
-from starlette.types import Receive, Scope, Send
 
 from service.api.http.admission import Admission, Reservation
-from service.api.http.exchange import EXCHANGE, Exchange
+from service.api.http.exchange import Exchange
 from service.api.http.offload import INLINE_LOOKUPS, in_pool, while_connected
 from service.api.http.waiting import ANY, Waiting
 from service.buffers.changes import Change
@@ -109,23 +109,18 @@ class Call:
     sent = 0
     """Bytes of the answer's body."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, services: Services) -> None:
-        self.scope = scope
-        """The request in ASGI's terms, with `scheme`, `http_version` and `server`."""
-        self.receive, self.send = receive, send
+    def __init__(self, exchange: Exchange, services: Services) -> None:
+        self.exchange, self.head, self.ends = exchange, exchange.head, exchange.ends
         self._services, self.settings, self.regions = services, services.settings, services.regions
         self.cache, self.planning = services.cache, services.planning
         self.started = time.perf_counter_ns()
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.method = exchange.head.method
+        path = exchange.path.decode("ascii")
+        self.path = unquote(path) if "%" in path else path
+        self.headers = exchange.head.last
         """Headers by name, in lower case. Of a header with several lines, the last line."""
-        self.exchange: Exchange | None = scope.get("extensions", {}).get(EXCHANGE)
-        """The exchange on the connection; None under another server."""
-        self.query_string: bytes = scope["query_string"]
+        self.query_string = exchange.query
         """The query in its encoded form."""
-        self.address: tuple[str, int] | None = scope.get("client")
-        """The client's host and port; None for a Unix socket."""
         self.reservation = Reservation()
         if services.engine is not None:
             self.engine = services.engine
@@ -134,13 +129,9 @@ class Call:
 
     # ----- the request -----
 
-    def lines(self, header: bytes) -> list[bytes]:
-        """Return the values of all lines of a header, whose name is in lower case."""
-        return [value for name, value in self.scope["headers"] if name == header]
-
     def joined(self, header: bytes) -> str:
         """Return the values of all lines of a header as one list (RFC 9110, 5.3)."""
-        return b", ".join(self.lines(header)).decode("latin-1")
+        return b", ".join(self.head.values(header)).decode("latin-1")
 
     # ----- the services -----
 
@@ -215,7 +206,7 @@ class Call:
             self._services.admission.admit_to_pool(self.reservation, self.engine)
         timed = partial(self._started, time.perf_counter_ns(), work, arguments)
         patience = None if changed else max(0.0, min(self.patience_seconds, self.deadline - time.monotonic()))
-        return await in_pool(self.engine, self.receive, self.caller.namespace, timed, patience)
+        return await in_pool(self.engine, self.exchange, self.caller.namespace, timed, patience)
 
     def _started(self, submitted: int, work: Callable[..., R], arguments: tuple[Any, ...]) -> R:
         self.spent["queue"] = self.spent.get("queue", 0) + time.perf_counter_ns() - submitted
@@ -251,7 +242,7 @@ class Call:
             request = StoreRequest(changes, key, sources, wide, part, answer, by_prefix, hidden)
             if len(changes) <= INLINE_LOOKUPS:
                 return await asyncio.wrap_future(self.store.submit(request))
-            return await while_connected(self.receive, asyncio.wrap_future(self.store.submit(request)))
+            return await while_connected(self.exchange.left(), asyncio.wrap_future(self.store.submit(request)))
         finally:
             self.spent["store"] = time.perf_counter_ns() - began
 
@@ -265,9 +256,8 @@ class Call:
 
     async def wait_for(self, seconds: float, attempt: Callable[[], Awaitable[R]], match: frozenset[str] = ANY) -> R:
         """Return the result of `attempt`, repeated while it waits for other requests, as `Waiting.until` does."""
-        receive = self.receive if self.exchange is None else self.exchange.receive_while_open
         waiting = _there(self._services.waiting)
-        return await waiting.until(self.caller.namespace, receive, seconds, attempt, match)
+        return await waiting.until(self.caller.namespace, self.exchange.closed, seconds, attempt, match)
 
     def identify(self) -> str:
         """Return the request's id: its X-Request-ID if the log can hold it, else a new id."""
@@ -276,12 +266,6 @@ class Call:
             fit = 0 < len(text) <= MAX_REQUEST_ID_CHARACTERS and text.isascii() and text.isprintable()
             self.request_id = text if fit else uuid.uuid4().hex
         return self.request_id
-
-
-def unix_path(scope: Scope) -> str | None:
-    """Return the path of the UNIX socket that a request came over; None for TCP."""
-    path, port = scope.get("server") or (None, 0)
-    return path if port is None else None
 
 
 def _there(service: R | None) -> R:

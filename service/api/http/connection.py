@@ -14,15 +14,13 @@ from collections.abc import Coroutine
 from functools import partial
 from ssl import SSLContext
 from typing import Any
-from urllib.parse import unquote
 
 import uvicorn
 import uvloop
-from starlette.types import Message, Scope
 
 from service.api.http.descriptors import close_longest_idle, max_connections
-from service.api.http.exchange import CLOSES, EXCHANGE, Exchange, body_of, head_of, split
-from service.api.http.framing import ChunkedBody, Head, HeadReader, Incoming, SizedBody
+from service.api.http.exchange import CLOSES, Ends, Exchange, body_of, head_of
+from service.api.http.framing import ChunkedBody, HeadReader, Incoming, SizedBody
 from service.api.http.wire import ServerState, Wire, widen
 from service.errors import MalformedBody
 
@@ -52,7 +50,7 @@ class Connection(Wire):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """Take uvicorn's arguments; the application in `config` must have `unreadable` and `stop_waiting`."""
+        """Take uvicorn's arguments; the application in `config` must have `serve`, `unreadable` and `stop_waiting`."""
         super().__init__(_loop or asyncio.get_running_loop(), server_state, config.timeout_keep_alive)
         self._app: Any = config.loaded_app
         self._tls = config.ssl
@@ -70,11 +68,12 @@ class Connection(Wire):
         is_unix = isinstance(name, str)
         if is_unix:
             widen(transport)
-        self._addresses = {
-            "server": (name, None) if is_unix else _address(name),
-            "client": _address(transport.get_extra_info("peername")),
-            "scheme": "http" if is_unix or self._tls is None else "https",
-        }
+        self._ends = Ends(
+            "http" if is_unix or self._tls is None else "https",
+            _address(transport.get_extra_info("peername")),
+            _address(name),
+            name if is_unix else None,
+        )
         connections = self.server_state.connections
         if len(connections) > max_connections():
             connections.difference_update(close_longest_idle(connections))
@@ -190,12 +189,11 @@ class Connection(Wire):
             return
         self._reader, self._url, self.due, self.has_asked = None, head.url, math.inf, True
         self._body = body_of(head)
-        self._exchange = exchange = Exchange(self, head, self._progressed)
-        scope = self._scope_of(head, exchange)
+        self._exchange = exchange = Exchange(self, head, self._ends, self._progressed)
         if self._body.is_complete:
             exchange.add_body(b"", more=False)
         tasks = self.server_state.tasks
-        task = self.loop.create_task(self._run(exchange, scope))
+        task = self.loop.create_task(self._run(exchange))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -204,27 +202,10 @@ class Connection(Wire):
         if piece or self._body.is_complete:
             exchange.add_body(piece, more=not self._body.is_complete)
 
-    def _scope_of(self, head: Head, exchange: Exchange) -> Scope:
-        path, query = split(head.url)
-        text = path.decode("ascii")
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": head.version,
-            "method": head.method,
-            "path": unquote(text) if "%" in text else text,
-            "raw_path": path,
-            "query_string": query,
-            "root_path": "",
-            "headers": head.headers,
-            "extensions": {EXCHANGE: exchange},
-            **self._addresses,
-        }
-
-    async def _run(self, exchange: Exchange, scope: Scope) -> None:
+    async def _run(self, exchange: Exchange) -> None:
         """Run the application. If it fails, answer 500, or cut off an answer that has begun."""
         try:
-            await self._app(scope, exchange.receive, _no_send)
+            await self._app.serve(exchange)
         except (Exception, asyncio.CancelledError) as error:
             logger.error("The application failed", exc_info=error)
         else:
@@ -267,10 +248,6 @@ class Connection(Wire):
             exchange.is_refused = True
             exchange.lose()
         self.end()
-
-
-async def _no_send(message: Message) -> None:
-    raise RuntimeError("The application answers by Exchange.answer")
 
 
 def _address(name: Any) -> tuple[str, int] | None:

@@ -1,4 +1,4 @@
-"""A request and its answer on a connection: ASGI's `receive`, and two faster ways.
+"""A request and its answer on a connection.
 
 ASGI hands a body over in small chunks, and each is copied on its way from the socket. Here a body may go straight into
 the memory of its tensors, and an answer leaves in one write.
@@ -9,16 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import httptools
-from starlette.types import Message
 
 from service.api.http.framing import ChunkedBody, Head, SizedBody, unreadable
 from service.api.http.wire import Receiver, Wire, is_slow, plain_socket, receive_now
-
-EXCHANGE = "gradserve.exchange"
-"""The key of the request's `Exchange` in the scope's extensions."""
 
 MAX_JOINED_BYTES = 1 << 16
 """Up to this size an answer is joined: to copy 64 KiB costs less than to write several pieces."""
@@ -45,6 +41,15 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".en
 Pieces: TypeAlias = Sequence[bytes | memoryview]
 
 
+class Ends(NamedTuple):
+    """The two ends of a connection. For a UNIX socket, `path` is that of the server, and the addresses are None."""
+
+    scheme: str
+    client: tuple[str, int] | None
+    server: tuple[str, int] | None
+    path: str | None
+
+
 class Exchange:
     """A request and its answer. It calls `progressed` when a part of the body was taken, or the answer is complete."""
 
@@ -57,8 +62,11 @@ class Exchange:
     is_started = is_complete = is_lost = False
     _receiver: Receiver | None = None
 
-    def __init__(self, wire: Wire, head: Head, progressed: Callable[[], None]) -> None:
+    def __init__(self, wire: Wire, head: Head, ends: Ends, progressed: Callable[[], None]) -> None:
+        """Raises `MalformedBody` for a target that is no URL."""
         self._wire, self._progressed = wire, progressed
+        self.head, self.ends = head, ends
+        self.path, self.query = split(head.url)
         self._is_head = head.method == "HEAD"
         self._expects = b"expect" in head.last and head.version != "1.0" and head.has(b"expect", b"100-continue")
         self._arrival = asyncio.Event()  # set by a part of the body, and by the end
@@ -91,22 +99,22 @@ class Exchange:
             self._wire.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         return waits
 
-    async def receive(self) -> Message:
-        """Return the next part of the body, or `http.disconnect` once the client has left or has its answer."""
+    async def receive(self) -> bytearray | None:
+        """Return the next part of the body; None once the client has left or has its answer."""
         self._send_continue()
         if not (self.is_lost or self.is_complete):
             await self._arrival.wait()
-        if self.is_lost or self.is_complete:
-            return {"type": "http.disconnect"}
-        return {"type": "http.request", "body": self._take_body(), "more_body": self.more_body}
+        return None if self.is_lost or self.is_complete else self._take_body()
 
-    async def receive_while_open(self) -> Message:
-        """Return what `receive` does, and `http.disconnect` already once the client has closed its direction."""
-        if not self._wire.client_ended:
-            message = await self.receive()
-            if not self._wire.client_ended:
-                return message
-        return {"type": "http.disconnect"}
+    async def left(self) -> None:
+        """Wait until the client has left or has its answer. The body must have been read."""
+        while await self.receive() is not None:
+            pass
+
+    async def closed(self) -> None:
+        """Wait as `left` does, or until the client has closed its direction."""
+        while not self._wire.client_ended and await self.receive() is not None:
+            pass
 
     def _take_body(self) -> bytearray:
         body, self.body = self.body, bytearray()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive
 
+from service.api.http.exchange import Exchange
 from service.engine.engine import Engine
 from service.errors import Expired
 
@@ -35,7 +35,7 @@ INLINE_LOOKUPS = 256
 
 
 async def in_pool(
-    engine: Engine, receive: Receive, namespace: str, work: Callable[[], R], patience_seconds: float | None
+    engine: Engine, exchange: Exchange, namespace: str, work: Callable[[], R], patience_seconds: float | None
 ) -> R:
     """Call `work` in the engine's pool, in the namespace's turn, and return its result. The body must have been read.
 
@@ -48,7 +48,7 @@ async def in_pool(
         loop = asyncio.get_running_loop()
         timer = loop.call_later(patience_seconds, lambda future: expired.append(future.cancel()), future)
     try:
-        return await while_connected(receive, asyncio.wrap_future(future))
+        return await while_connected(exchange.left(), asyncio.wrap_future(future))
     except asyncio.CancelledError:
         if any(expired):
             raise Expired(
@@ -63,10 +63,10 @@ async def in_pool(
         del future  # its traceback holds this frame: a cycle that only the garbage collector would free
 
 
-async def while_connected(receive: Receive, work: Awaitable[R]) -> R:
-    """Return the result of `work`. The body must have been read. Raises `ClientDisconnect` if the client leaves."""
+async def while_connected(left: Coroutine[Any, Any, None], work: Awaitable[R]) -> R:
+    """Return the result of `work`. Raises `ClientDisconnect` if the client has `left` before."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(receive))
+    leaving = asyncio.ensure_future(left)
     leaving.add_done_callback(partial(_cancel, working))
     try:
         return await working
@@ -81,8 +81,3 @@ async def while_connected(receive: Receive, work: Awaitable[R]) -> R:
 
 def _cancel(working: asyncio.Future[Any], _: object) -> None:
     working.cancel()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, NamedTuple
-
-from starlette.types import Receive
 
 from service.api.http.offload import R, while_connected
 from service.buffers.names import BufferName
@@ -80,7 +78,7 @@ class Waiting:
     async def until(
         self,
         namespace: str,
-        receive: Receive,
+        closed: Callable[[], Coroutine[Any, Any, None]],
         seconds: float,
         attempt: Callable[[], Awaitable[R]],
         match: frozenset[str] = ANY,
@@ -88,8 +86,8 @@ class Waiting:
         """Return the result of `attempt`. While it raises `StepOpen` or `TooFewGradients`, wait and call it again.
 
         A wait ends when the attempt may succeed, or when the buffer's tag is not in `match` any more. After `seconds`
-        the last attempt follows. The body must have been read. Raises `ClientDisconnect` if the client leaves during a
-        wait; an attempt goes on.
+        the last attempt follows. Raises `ClientDisconnect` if the client has `closed` its direction during a wait; an
+        attempt goes on.
         """
         if seconds <= 0:
             return await attempt()
@@ -100,7 +98,7 @@ class Waiting:
             except (StepOpen, TooFewGradients) as error:
                 context: dict[str, Any] = error.context
             key = _Key(namespace, context["buffer"], context.get("min_count"), match)
-            if not await while_connected(receive, self._change(key, context["step"], end)):
+            if not await while_connected(closed(), self._change(key, context["step"], end)):
                 return await attempt()  # it raises what is missing; a buffer can also expire without a change
 
     async def _change(self, key: _Key, step: int, end: float) -> bool:

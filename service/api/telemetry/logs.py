@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from service.api.http.call import Call, unix_path
+from service.api.http.call import Call
 from service.api.telemetry.metrics import Observer
 from service.errors import BufferCorrupt, GradserveError, StoreFailed, StoreFull
 from service.settings import Settings
@@ -86,9 +86,10 @@ class StoreLog:
 
 def _client(call: Call) -> str | None:
     """Return the client's address, or the UNIX socket that it used."""
-    if (path := unix_path(call.scope)) is not None:
+    path, client = call.ends.path, call.ends.client
+    if path is not None:
         return f"unix:{path}"
-    return None if call.address is None else call.address[0]
+    return None if client is None else client[0]
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, StatusCode
 
-from service.api.http.call import Call, unix_path
+from service.api.http.call import Call
 from service.api.telemetry.metrics import Observer
 
 FLUSH_SECONDS = 5.0
@@ -38,7 +38,7 @@ class Tracer(Observer):
         self._spans: dict[Call, Span] = {}
 
     def began(self, call: Call) -> None:
-        headers = _joined(call.scope["headers"])
+        headers = _joined(call.head.headers)
         attributes = _attributes(call, headers)
         name = " ".join(str(attributes[key]) for key in ("http.request.method", "http.route") if key in attributes)
         span = self._spans[call] = self._tracer.start_span(
@@ -83,21 +83,22 @@ def _attributes(call: Call, headers: dict[str, str]) -> dict[str, str | int]:
     method = call.method if call.method in _METHODS else "_OTHER"
     attributes: dict[str, str | int] = {
         "http.request.method": method,
-        "url.scheme": call.scope["scheme"],
+        "url.scheme": call.ends.scheme,
         "url.path": call.path,
-        "network.protocol.version": call.scope["http_version"],
+        "network.protocol.version": call.head.version,
     }
     if method == "_OTHER":
         attributes["http.request.method_original"] = call.method
     if call.route is not None:
         attributes["http.route"] = call.route
-    if call.address is not None:
-        attributes["client.address"] = attributes["network.peer.address"] = call.address[0]
-        attributes["network.peer.port"] = call.address[1]
-    if (path := unix_path(call.scope)) is not None:
+    _, client, server, path = call.ends
+    if client is not None:
+        attributes["client.address"] = attributes["network.peer.address"] = client[0]
+        attributes["network.peer.port"] = client[1]
+    if path is not None:
         attributes["network.transport"], attributes["server.address"] = "unix", path
-    elif (server := call.scope.get("server")) is not None:
-        attributes["server.address"], attributes["server.port"] = server[0], server[1]
+    elif server is not None:
+        attributes["server.address"], attributes["server.port"] = server
     if "user-agent" in headers:
         attributes["user_agent.original"] = headers["user-agent"]
     return attributes

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from service.api.http.call import unix_path
 from service.keys import add
 from tests.api.http.test_connection import LIVE, POLL
 from tests.api.http.test_pipelining import ADD
@@ -153,10 +152,3 @@ def test_only_the_port_has_tls(certificate: tuple[Path, Path], tmp_path: Path) -
             for asking in (plain, secure):
                 answer = asking.post("/v1/ops/ReluGrad", **given)  # type: ignore[arg-type]
                 assert (safetensors.numpy.load(answer.content)["dX"] == dY).all()
-
-
-def test_the_path_is_known_for_unix_sockets_only() -> None:
-    assert unix_path({"server": ("/run/s", None)}) == "/run/s"
-    assert unix_path({"server": ("127.0.0.1", 80)}) is None
-    assert unix_path({"server": None}) is None
-    assert unix_path({}) is None
