@@ -139,6 +139,7 @@ defaults
     timeout connect 5s
     timeout client 30s
     timeout server 30s
+    timeout check 30s
 listen front
     bind 127.0.0.1:{port}
     {check}
