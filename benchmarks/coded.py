@@ -77,14 +77,15 @@ def server_seconds(server: Server) -> tuple[float, float]:
         "float32": {"gradient": numbers},
     }
     taken: dict[str, list[float]] = {name: [] for name in bodies}
-    with httpx.Client(base_url=server.url, headers={"Content-Type": safetensors.MEDIA_TYPE}) as http:
+    headers = {"Content-Type": safetensors.MEDIA_TYPE, "Accept": "application/json"}
+    with httpx.Client(base_url=server.url) as http:
         for name in bodies:
             http.put(f"/v1/buffers/{name}", json={"shape": [MIDDLE]}).raise_for_status()
         for _ in range(TURNS):
             for name, tensors in bodies.items():
                 body, before = b"".join(safetensors.encode(tensors)), _processor_seconds(server.pid)
                 for _ in range(ADDS):
-                    http.post(f"/v1/buffers/{name}/accumulate", content=body).raise_for_status()
+                    http.post(f"/v1/buffers/{name}/accumulate", content=body, headers=headers).raise_for_status()
                 taken[name].append((_processor_seconds(server.pid) - before) / ADDS)
     return statistics.median(taken["int8"]), statistics.median(taken["float32"])
 
