@@ -13,9 +13,13 @@ def circles(files: Iterable[Path]) -> list[list[str]]:
     Every import counts: of a module, of a function, and for type checkers only.
     """
     modules = {module_name(path): path for path in files}
-    imports = {name: set(_imported(path, modules.keys())) for name, path in modules.items()}
-    reached = {name: _reachable(name, imports) for name in modules}
-    groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in modules}
+    return knots({name: set(_imported(path, modules.keys())) for name, path in modules.items()})
+
+
+def knots(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other, from what each imports."""
+    reached = {name: _reachable(name, imports) for name in imports}
+    groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in imports}
     return sorted(sorted(group) for group in groups if group)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
-from tests.imports import circles
+from tests.imports import circles, knots
 
 ROOT = Path(__file__).parent.parent
 SERVICE = ROOT / "service"
@@ -90,6 +91,15 @@ def test_every_room_has_a_rule() -> None:
 
 def test_no_modules_import_each_other() -> None:
     assert circles(FILES) == []
+
+
+def test_no_modules_of_the_page_import_each_other() -> None:
+    found = dict[str, set[str]]()
+    for path in (SERVICE / "api" / "dashboard" / "page").glob("*.js"):
+        found[path.name] = {*re.findall(r'(?:from |import\()"\./(\w+\.js)"', path.read_text())}
+    assert len(found) > 30
+    assert sum(map(len, found.values())) > 100
+    assert knots(found) == []
 
 
 def test_no_module_imports_private_names_of_another() -> None:

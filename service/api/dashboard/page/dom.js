@@ -81,3 +81,10 @@ export function failure(error) {
   const title = error.title ?? "The page failed";
   return h("section", { class: "empty", role: "alert" }, h("h1", {}, title), h("p", {}, error.message));
 }
+
+/** Hide the rows, as {element, words}, that lack a word of the text. Return how many stay. */
+export function find(rows, text) {
+  const parts = text.toLowerCase().split(/\s+/).filter(Boolean);
+  for (const each of rows) each.element.hidden = !parts.every((word) => each.words.includes(word));
+  return rows.filter(({ element }) => !element.hidden).length;
+}

@@ -1,7 +1,6 @@
 // One graph: what it takes and gives, its nodes by kind, its parameters, and the runs that train them.
 
 import { h, put, scroller, table } from "./dom.js";
-import { nodesOf } from "./graphs.js";
 import { bar, setBar } from "./progress.js";
 import { followRuns } from "./runs.js";
 import * as words from "./words.js";
@@ -53,7 +52,7 @@ function summary(graph, now) {
     graph.kind,
     loss && `loss ${loss}`,
     train && `train ${train}`,
-    words.many(nodesOf(graph), "node"),
+    words.many(words.nodes(graph), "node"),
     words.many(Object.keys(graph.parameters).length, "parameter"),
     words.size(graph.bytes),
     `uploaded ${words.distance(Math.min(graph.created_at, now), now)}`,

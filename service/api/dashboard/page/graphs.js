@@ -1,7 +1,7 @@
 // All graphs, as a table; with a name in the address, one of them.
 
 import { h, put, say, scroller, table } from "./dom.js";
-import { distance, many, size, time } from "./words.js";
+import { distance, many, nodes, size, time } from "./words.js";
 
 export async function show(main, { api, caller, signal, parameters }) {
   if (parameters.name !== null) {
@@ -22,11 +22,6 @@ export async function show(main, { api, caller, signal, parameters }) {
 
 const code = (text) => h("code", {}, text);
 
-/** Return the number of a graph's nodes. */
-export function nodesOf({ nodes }) {
-  return Object.values(nodes).reduce((all, count) => all + count, 0);
-}
-
 /** The server plans a graph to describe it, so the page asks for the rows that come into sight, one after another. */
 function tableOf(graphs, { api, signal }) {
   const number = (title) => h("th", { scope: "col", class: "number" }, title);
@@ -43,7 +38,7 @@ function tableOf(graphs, { api, signal }) {
   async function describe(row, name) {
     try {
       const graph = await api.get(`v1/graphs/${encodeURIComponent(name)}`, { signal });
-      const counts = [nodesOf(graph), Object.keys(graph.parameters).length].map((count) => count.toLocaleString("en"));
+      const counts = [nodes(graph), Object.keys(graph.parameters).length].map((count) => count.toLocaleString("en"));
       [graph.kind, ...counts].forEach((text, place) => say(row.cells[place + 1], text));
     } catch (error) {
       if (!signal.aborted) say(fault, error.message);

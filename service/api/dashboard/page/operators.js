@@ -1,6 +1,6 @@
 // All operators by family, the graphs, and what is not served; with a name in the address, one of them.
 
-import { h, prose, put, say } from "./dom.js";
+import { find, h, prose, put, say } from "./dom.js";
 import { many, size } from "./words.js";
 
 export async function show(main, { api, caller, signal, parameters }) {
@@ -19,15 +19,15 @@ function showAll(main, families, graphs, others) {
   const none = h("p", { class: "muted" }, "No operator has these letters in its name, family or formula.");
   const count = h("span", { class: "muted", role: "status" });
   const words = { placeholder: "Search", "aria-label": "Search operators" };
-  const search = h("input", { type: "search", oninput: find, ...words });
-  function find() {
-    const text = search.value.trim().toLowerCase();
+  const search = h("input", { type: "search", oninput: look, ...words });
+  function look() {
+    const text = search.value;
     const shown = groups.reduce((all, each) => all + each.find(text), 0);
     say(count, many(shown, "operator"));
     none.hidden = rest.find(text) + models.find(text) + shown > 0;
-    rest.element.open = text !== "";
+    rest.element.open = text.trim() !== "";
   }
-  find();
+  look();
   put(
     main,
     h("div", { class: "line top" }, h("h1", {}, "Operators"), count, search),
@@ -45,8 +45,7 @@ function group(tag, title, rows) {
   return {
     element,
     find(text) {
-      for (const each of rows) each.element.hidden = !each.words.includes(text);
-      const shown = rows.filter((each) => !each.element.hidden).length;
+      const shown = find(rows, text);
       element.hidden = shown === 0;
       say(count, String(shown));
       return shown;

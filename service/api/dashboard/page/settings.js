@@ -1,6 +1,6 @@
 // The settings and limits in force, as a table that can be searched. It is folded: the charts are read more often.
 
-import { h, say, scroller, table } from "./dom.js";
+import { find, h, say, scroller, table } from "./dom.js";
 import { many } from "./words.js";
 
 const UNITS = { TiB: 2 ** 40, TB: 1e12, GiB: 2 ** 30, GB: 1e9, MiB: 2 ** 20, MB: 1e6, KiB: 1024, kB: 1000 };
@@ -13,13 +13,11 @@ export function settingsPanel({ settings, limits }, words) {
   ];
   const count = h("span", { class: "muted", role: "status" });
   const hints = { placeholder: "Search", "aria-label": "Search settings and limits" };
-  const search = h("input", { type: "search", value: words, oninput: find, ...hints });
-  function find() {
-    const parts = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    for (const each of rows) each.element.hidden = !parts.every((word) => each.text.includes(word));
-    say(count, many(rows.filter((each) => !each.element.hidden).length, "line"));
+  const search = h("input", { type: "search", value: words, oninput: look, ...hints });
+  function look() {
+    say(count, many(find(rows, search.value), "line"));
   }
-  find();
+  look();
   const label = "Settings and limits in force";
   return h(
     "details",
@@ -31,10 +29,10 @@ export function settingsPanel({ settings, limits }, words) {
 }
 
 function row(name, { value, meaning }, note) {
-  const text = `${name} ${value} ${meaning}`.toLowerCase();
+  const words = `${name} ${value} ${meaning}`.toLowerCase();
   const written = value === null ? h("span", { class: "muted" }, "not set") : shown(name, value, meaning);
   const about = h("td", {}, meaning, note && h("span", { class: "muted" }, ` (${note})`));
-  return { text, element: h("tr", {}, h("th", { scope: "row" }, h("code", {}, name)), h("td", {}, written), about) };
+  return { words, element: h("tr", {}, h("th", { scope: "row" }, h("code", {}, name)), h("td", {}, written), about) };
 }
 
 /** Bytes and seconds have their unit, and long numbers commas between their thousands. A port is no amount. */

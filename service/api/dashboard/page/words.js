@@ -135,3 +135,8 @@ export function fields(info) {
     ["expires", info.expires_at === null ? "never" : time(info.expires_at)],
   ];
 }
+
+/** Return the number of a graph's nodes. */
+export function nodes({ nodes }) {
+  return Object.values(nodes).reduce((all, count) => all + count, 0);
+}
