@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from service.codecs._parser import has_double
 from service.errors import InvalidTensor, MalformedBody, shown
 
 MAX_HEADER_VALUES = 1 << 18
@@ -23,8 +24,7 @@ def load(text: memoryview | bytearray | bytes, title: str, max_values: int = MAX
         raise MalformedBody(f"{title} has more than {max_values} values")
     try:
         value = orjson.loads(raw)
-        # orjson keeps the last of two members of one name, and the values then hold fewer colons than the text.
-        if b"\\" in raw or raw.count(b":") != _count_colons(value):
+        if has_double(value, raw):
             json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, title))
     except RecursionError:
         raise MalformedBody(f"{title} is nested too deeply") from None
@@ -47,17 +47,6 @@ def check_shape(name: str, shape: Any) -> list[int]:
     if not isinstance(shape, list) or not all([type(dim) is int and 0 <= dim < 1 << 63 for dim in shape]):
         raise InvalidTensor(f"{name}.shape is {shown(shape)}, but must be a list of non-negative integers", tensor=name)
     return shape
-
-
-def _count_colons(value: object) -> int:
-    """Count the colons of `value` written as JSON: each member of an object has a colon, and strings may have some."""
-    if isinstance(value, str):
-        return value.count(":")
-    if isinstance(value, dict):
-        return len(value) + sum(_count_colons(name) + _count_colons(member) for name, member in value.items())
-    if isinstance(value, list) and value and type(value[0]) not in (int, float):
-        return sum(_count_colons(item) for item in value)
-    return 0
 
 
 def _unique(pairs: list[tuple[str, Any]], title: str) -> dict[str, Any]:

@@ -91,12 +91,17 @@ def _parser(body: Body) -> simdjson.Parser:
 
 def _parse_with_orjson(text: bytes) -> Any:
     value = orjson.loads(without_mark(text))
-    members = _members_of(value, hidden=False)
-    if count(text, b":") == members and b"\\" not in text:  # no string has a colon
-        return value
-    if _members_of_text(text) not in (members, _members_of(value, hidden=True)):
+    if has_double(value, text):
         raise ValueError("an object has two members of one name")
     return value
+
+
+def has_double(value: Any, text: bytes) -> bool:
+    """Return whether an object in the text has two members of one name. orjson's `value` of the text keeps the last."""
+    members = _members_of(value, hidden=False)
+    if count(text, b":") == members and b"\\" not in text:  # no string has a colon
+        return False
+    return _members_of_text(text) not in (members, _members_of(value, hidden=True))
 
 
 def _members_of_text(text: bytes) -> int:
