@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from service.api.buffers.models import ListQuery, Receipt
+from service.api.buffers.models import ListQuery
 from service.api.buffers.openapi import DELETED, ETAG, MANY, ONE, READING, REPLAYED, UNCHANGED
 from service.api.buffers.preconditions import key_of, refuse_headers
+from service.api.buffers.receipt_models import Receipt
 from service.api.buffers.receipts import replayed
 from service.api.buffers.request import receive_no_body
 from service.api.buffers.specs import Life

@@ -206,9 +206,7 @@ async def leave(call: CurrentCall, run: str) -> JsonAnswer[RunWithForm]:
 @router.post("/{run}/finish", summary="Finish a run", dependencies=[body(FinishedWorker)])
 @access(WRITE, label="runs")
 async def finish(call: CurrentCall, run: str) -> JsonAnswer[RunWithForm]:
-    """The worker leaves. The last one that a step waits for ends the run, with its outcome. Raises `unknown_run` and
-    `run_replaced`.
-    """
+    """The worker leaves. The last one awaited ends the run, with its outcome. Raises `unknown_run`, `run_replaced`."""
     return await _left(call, run, FinishedWorker)
 
 
@@ -238,9 +236,9 @@ async def _change(call: Call, change: RunChange, prefix: str, worker: str | None
     def expect(name: str) -> Expect:
         return Expect(name=name, contributor=worker, run=change.name, is_expected=is_expected)
 
-    names = await _names(call, prefix, call.engine.limits.max_tensors + 1)
-    if len(names) > call.engine.limits.max_tensors:
-        most = call.engine.limits.max_tensors
+    most = call.engine.limits.max_tensors
+    names = await _names(call, prefix, most + 1)
+    if len(names) > most:
         problem = f"The prefix {shown(prefix)} has more than {most} buffers, the limit (GRADSERVE_MAX_TENSORS)"
         raise TooManyTensors(problem, limit=most)
     wide = Wide(prefix, expect, may_fit_none=True)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from service.api.buffers.models import Metadata, Receipt
+from service.api.buffers.models import Metadata
+from service.api.buffers.receipt_models import Receipt
 from service.buffers.specs import RULES
 from service.buffers.transfer import read
 from service.errors import MalformedBody

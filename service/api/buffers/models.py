@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel, StrictStr, create_
 from typing_extensions import TypeAliasType, TypedDict
 
 from service.api.buffers.specs import Contributor, FloatName, Life, NewRules
-from service.api.http.tensor_forms import absent, input_type, output_type
+from service.api.http.tensor_forms import input_type
 from service.buffers.pushes import MAX_PARTS
 from service.buffers.specs import RULES
 from service.codecs import json as json_codec
@@ -259,53 +259,3 @@ class NewRulesOfMany(NewRules):
     model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"names": ["layer.weight"], "quorum": 3}})
 
     names: list[StrictStr] | None = Field(None, min_length=1, max_length=MAX_NAMED_BUFFERS, fail_fast=True)
-
-
-EXAMPLE_RECEIPT: dict[str, Any] = {
-    "name": "layer.weight",
-    "updated": True,
-    "closed": False,
-    "step": 0,
-    "version": 1,
-    "count": 1,
-    "weight": 1.0,
-}
-"""The receipt of the first add of the example gradient."""
-
-
-class CodedValue(BaseModel):
-    """A value in 8 bits, in the form that a gradient may have."""
-
-    codes: output_type(CODES)  # type: ignore[valid-type]
-    scales: output_type(SCALES)  # type: ignore[valid-type]
-
-
-class Receipt(BaseModel):
-    """The result of changing a buffer."""
-
-    model_config = ConfigDict(json_schema_extra={"example": EXAMPLE_RECEIPT})
-
-    name: str
-    updated: bool = Field(description="Whether the buffer was changed.")
-    closed: bool = Field(description="Whether this closed the step; if so, the receipt has its final state.")
-    step: int
-    version: int
-    count: int
-    weight: float
-    created: bool = Field(default_factory=absent, description="True if `set` of an operator has created the buffer.")
-    closed_by: Literal["quorum", "deadline", "take"] = Field(
-        default_factory=absent, description="What has closed the step, if it is closed."
-    )
-    contributors: dict[str, int] = Field(
-        default_factory=absent, description="Gradients of each contributor, if the step is closed."
-    )
-    value: output_type(FLOATS) = Field(default_factory=absent)  # type: ignore[valid-type]
-    coded: CodedValue = Field(default_factory=absent, description="The value in 8 bits, with `encoding=int8`.")
-
-
-class Receipts(BaseModel):
-    """The results of changing several buffers, by name."""
-
-    model_config = ConfigDict(json_schema_extra={"example": {"buffers": {"layer.weight": EXAMPLE_RECEIPT}}})
-
-    buffers: dict[str, Receipt]

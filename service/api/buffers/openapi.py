@@ -6,8 +6,9 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 
-from service.api.buffers.models import CreatedBuffers, Metadata, Receipt, Receipts, StagedParts
+from service.api.buffers.models import CreatedBuffers, Metadata, StagedParts
 from service.api.buffers.preconditions import MAX_KEY_CHARACTERS
+from service.api.buffers.receipt_models import Receipt, Receipts
 from service.api.http.negotiation import PATCH_TYPES
 from service.api.http.routing import REF, SAFETENSORS_CONTENT, answer_header, header
 

@@ -18,11 +18,11 @@ from service.api.buffers.models import (
     ListQuery,
     Metadata,
     MetadataQuery,
-    Receipt,
     TakeQuery,
     ValueQuery,
 )
 from service.api.buffers.preconditions import formed, known_tag, match_of, refuse_headers, states_not_wanted
+from service.api.buffers.receipt_models import Receipt
 from service.api.buffers.receipts import VARY, answer_outcome, read_values, replayed
 from service.api.buffers.request import form_of, parse_model, read_after_closing_due, receive, receive_no_body, submit
 from service.api.buffers.specs import MAX_RULES_BYTES, NewBuffer, NewRules, rules_of

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from typing_extensions import TypeAliasType
 
-from service.api.buffers.models import Receipt
+from service.api.buffers.receipt_models import Receipt
 from service.api.http.tensor_forms import absent, input_type, output_type
 from service.api.operators.job import fits_a_buffer
 from service.dtypes import Kind
