@@ -13,9 +13,9 @@ from gradserve_client._arrays.model import Model
 from gradserve_client._arrays.state import Source, State
 from gradserve_client._runs.accumulator import Accumulator
 from gradserve_client._runs.losses import Loss
+from gradserve_client._runs.outcomes import Pulled, Pushed
 from gradserve_client._wire.arguments import check_choice
 from gradserve_client.errors import InvalidInput
-from gradserve_client.models import Pulled, Pushed
 
 __all__ = ["GradientAccumulator", "Pulled", "Pushed"]
 

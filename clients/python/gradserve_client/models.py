@@ -25,14 +25,15 @@ class _FromJson:
     """What the server says in JSON."""
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Self:
+    def of(cls, fields: Mapping[str, Any], **more: Any) -> Self:
         """Read the server's JSON, without the members that this version of the client does not know."""
         known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+        known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+        return cls(**{**known, **more})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Receipt:
+class Receipt(_FromJson):
     """The state of a buffer after a change."""
 
     name: str
@@ -59,11 +60,6 @@ class Receipt:
     def etag(self) -> str:
         """The tag of the buffer after the change, for `if_match`."""
         return f'"{self.step + self.closed}-{self.version}"'
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any], **more: Any) -> Self:
-        """Read the server's JSON, without the members that this version of the client does not know."""
-        return cls(**{name: value for name, value in fields.items() if name in cls.__dataclass_fields__}, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +188,7 @@ class StagedPush(_FromJson):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistics:
+class Statistics(_FromJson):
     """The statistics of a sum. `min`, `max`, `mean` and `norm` are of its finite elements, None if it has none."""
 
     step: int
@@ -217,15 +213,14 @@ class Statistics:
     """Means of cells, NaN without a finite element, if the call asked for them."""
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Statistics:
-        """Read the server's JSON, without the members that this version of the client does not know."""
-        known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
-        if "heat_map" in known:
+    def of(cls, fields: Mapping[str, Any], **more: Any) -> Self:
+        """Read the server's JSON, with the heat map as an array."""
+        if heat_map := fields.get("heat_map"):
             import numpy as np
 
-            shape = known["heat_map"]["rows"], known["heat_map"]["columns"]
-            known["heat_map"] = np.array(known["heat_map"]["values"], np.float64).reshape(shape)
-        return cls(**known)
+            shape = heat_map["rows"], heat_map["columns"]
+            more["heat_map"] = np.array(heat_map["values"], np.float64).reshape(shape)
+        return super().of(fields, **more)
 
 
 class BufferRules(TypedDict, total=False):
@@ -277,67 +272,3 @@ class OperatorInfo:
     """The attributes' defaults, by name."""
     required: tuple[str, ...] = ()
     """The names of the attributes without a default."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pushed:
-    """The state of the step after a push of a `GradientAccumulator`."""
-
-    step: int
-    count: int
-    """The number of pushes in the step, with this push."""
-    weight: float
-    """The sum of the pushes' weights."""
-    closed: bool
-    """Whether this push completed the quorum."""
-    replayed: bool
-    """Whether the server had counted this push before, and did not count it again."""
-    counted: bool = True
-    """Whether the gradients are in the step. False, with `optimizer=`: the step had closed before this worker came."""
-
-    @classmethod
-    def late(cls, step: int) -> Pushed:
-        """Return the outcome of a push whose step has closed without it."""
-        return cls(step=step, count=0, weight=0.0, closed=True, replayed=False, counted=False)
-
-    @classmethod
-    def of(cls, receipts: Sequence[Receipt]) -> Pushed:
-        """Return the outcome of a push in several requests: what holds for all of them."""
-        least = min(receipts, key=lambda receipt: receipt.count)
-        return cls(
-            step=least.step,
-            count=least.count,
-            weight=least.weight,
-            closed=all(receipt.closed for receipt in receipts),
-            replayed=all(receipt.replayed for receipt in receipts),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pulled:
-    """The step of a pull of a `GradientAccumulator`."""
-
-    step: int
-    count: int
-    """The number of pushes in the step."""
-    weight: float
-    """The sum of the pushes' weights. If it is 0, all gradients are None, except with `reduce="sum"`."""
-    contributors: Mapping[str, int] | None
-    """The number of pushes of each worker, if the server knows it."""
-    closed_by: str | None
-    """What closed the step: "quorum", "deadline" or "take", if the server says so."""
-    loss: float | None = None
-    """The mean of the losses of the pushes by their weights. None without `loss=True`, and if all weights are 0."""
-
-    @classmethod
-    def of(cls, step: int, receipts: Sequence[Mapping[str, Any]], loss: float | None = None) -> Pulled:
-        """Return what was pulled in several requests: the receipt with the fewest pushes."""
-        least = min(receipts, key=lambda receipt: receipt["count"])
-        return cls(
-            step=step,
-            count=least["count"],
-            weight=least["weight"],
-            contributors=least.get("contributors"),
-            closed_by=least.get("closed_by"),
-            loss=loss,
-        )

@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 
 from gradserve_client._runs.accumulator import Accumulator
 from gradserve_client._runs.losses import Loss
+from gradserve_client._runs.outcomes import Pulled, Pushed
 from gradserve_client._torch import torch
 from gradserve_client._torch.model import Model
 from gradserve_client._torch.optimizer import Source
@@ -15,7 +16,6 @@ from gradserve_client._torch.state import State
 from gradserve_client._wire.arguments import check_choice
 from gradserve_client._wire.tensors import Array
 from gradserve_client.errors import InvalidInput, KeyReused
-from gradserve_client.models import Pulled, Pushed
 
 __all__ = ["GradientAccumulator", "Pulled", "Pushed"]
 

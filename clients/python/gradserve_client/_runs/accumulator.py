@@ -20,6 +20,7 @@ from gradserve_client._runs.losses import Loss, loss_name, loss_of
 from gradserve_client._runs.member import Member
 from gradserve_client._runs.model import Model, State
 from gradserve_client._runs.names import checked_prefix, first_new_run, new_run
+from gradserve_client._runs.outcomes import Pulled, Pushed
 from gradserve_client._runs.pushes import Pushes
 from gradserve_client._runs.resuming import SPARE_STEPS, Resuming, every
 from gradserve_client._runs.rules import FOLLOWS
@@ -40,7 +41,7 @@ from gradserve_client.errors import (
     explained,
     mistaken,
 )
-from gradserve_client.models import BufferRules, Pulled, Pushed
+from gradserve_client.models import BufferRules
 from gradserve_client.rows import Gradient, Sent
 
 MOST_PUSHES = 10**9

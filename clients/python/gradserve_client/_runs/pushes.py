@@ -10,9 +10,9 @@ from gradserve_client._http.log import logger
 from gradserve_client._http.placement import RETRYABLE
 from gradserve_client._runs import unheard
 from gradserve_client._runs.member import Member
+from gradserve_client._runs.outcomes import Pushed
 from gradserve_client._runs.sums import Sums
 from gradserve_client.errors import KeyReused, StaleStep, explained
-from gradserve_client.models import Pushed
 from gradserve_client.rows import Sent
 
 

@@ -11,12 +11,12 @@ from gradserve_client._http.log import logger
 from gradserve_client._runs.joining import Joining
 from gradserve_client._runs.kept import Kept, Source
 from gradserve_client._runs.member import Member
+from gradserve_client._runs.outcomes import Pushed
 from gradserve_client._runs.parts import Part
 from gradserve_client._runs.pushes import Pushes
 from gradserve_client._runs.sums import Sums
 from gradserve_client._wire.arguments import as_whole
 from gradserve_client.errors import KeyReused, StaleStep, mistaken
-from gradserve_client.models import Pushed
 
 SPARE_STEPS = 3
 """Closed steps that are kept beyond those between two states: a worker that writes may die, and another takes over."""
