@@ -45,7 +45,7 @@ AWAITED = [
     (r"\btime\.sleep\(", "await anyio.sleep("),
     (r"^import time$", "import anyio"),
     (
-        r"(?<![\w.\"`])(Buffers|Buffer|Graphs|Model|Runs|Ops|Client|Runner|Channel|Shards|Shard)(?=[\](:,)]| *$)",
+        r"(?<![\w.\"`])(Buffers?|Graphs?|Worker|Model|Runs|Ops|Client|Runner|Channel|Shards?)(?=[\](:,)]| *$)",
         r"Async\1",
     ),
     (
@@ -80,6 +80,8 @@ def generated() -> dict[Path, str]:
         "_adding.py",
         "buffer.py",
         "buffers.py",
+        "graph.py",
+        "worker.py",
         "model.py",
         "graphs.py",
         "runs.py",

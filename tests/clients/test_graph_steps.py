@@ -149,8 +149,7 @@ def normalized() -> bytes:
 
 def test_a_checkpoint_is_of_one_step(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while a step has written its statistics, and not yet its parameters."""
-    monkeypatch.setattr("gradserve_client.model.SAVE_PAUSE", 0.01)
-    monkeypatch.setattr("gradserve_client._async.model.SAVE_PAUSE", 0.01)
+    monkeypatch.setattr("gradserve_client._runs.checkpoint.PAUSE", 0.01)
     server.graphs.put("norm", normalized(), loss="MSELoss")
     model = server.graphs["norm"].join("run")
     given = {"x": np.ones((4, 2), np.float32), "target": np.zeros((4, 2), np.float32)}

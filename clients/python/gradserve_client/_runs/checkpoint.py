@@ -6,11 +6,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from gradserve_client._runs.training import STATE, state
+from gradserve_client._runs.training import STATE, Run, Values, state
 from gradserve_client._wire.tensors import Array, TensorLike, as_array
 from gradserve_client.errors import mistaken
 from gradserve_client.graph_models import GraphInfo
 from gradserve_client.models import BufferInfo
+
+LOOKS = 50
+"""How often a worker that saves looks whether a step that is under way has ended."""
+
+PAUSE = 0.1
+"""Seconds between two of these looks."""
 
 
 def in_buffers(prefix: str, info: GraphInfo, tensors: Mapping[str, TensorLike]) -> dict[str, Array]:
@@ -45,3 +51,20 @@ def kept(prefix: str, found: Sequence[BufferInfo]) -> list[str]:
     starts = tuple(f"{letter}." for letter in STATE.values())
     names = [one.name.removeprefix(prefix) for one in found]
     return [name for name in names if name.startswith(starts)]
+
+
+def of_values(run: Run, values: Values) -> tuple[int, dict[str, Array]]:
+    """Return the number of steps, and the tensors of a checkpoint."""
+    letters = {letter: group for group, letter in STATE.items()}
+    tensors, step = {}, run.first
+    for buffer, (value, receipt) in values.items():
+        letter, _, name = buffer.removeprefix(run.prefix).partition(".")
+        tensors[name if letter == "p" else f"::{letters[letter]}.{name}"] = value
+        step = run.first + receipt["version"] - 1 if letter == "p" else step
+    return step, {**tensors, "::step": np.array(step, np.int64)}
+
+
+def is_between(prefix: str, values: Values) -> bool:
+    """Whether statistics are a step ahead of the parameters: a step writes them first."""
+    versions = {name.removeprefix(prefix)[:2]: receipt["version"] for name, (_, receipt) in values.items()}
+    return bool(versions.get("s.", 0) > versions["p."])

@@ -98,21 +98,6 @@ class Run:
         some = [self.prefix + name for name in names]
         return bulk.on_several(some, None, "value", answers.values_with_receipts, accept=MEDIA_TYPE, **more)
 
-    def checkpoint(self, values: Values) -> tuple[int, dict[str, Array]]:
-        """Return the number of steps, and the tensors of a checkpoint: parameters by name, and others behind `::`."""
-        letters = {letter: group for group, letter in STATE.items()}
-        tensors, step = {}, self.first
-        for buffer, (value, receipt) in values.items():
-            letter, _, name = buffer.removeprefix(self.prefix).partition(".")
-            tensors[name if letter == "p" else f"::{letters[letter]}.{name}"] = value
-            step = self.first + receipt["version"] - 1 if letter == "p" else step
-        return step, {**tensors, "::step": np.array(step, np.int64)}
-
-    def is_between(self, values: Values) -> bool:
-        """Whether statistics are a step ahead of the parameters: a step writes them first."""
-        versions = {name.removeprefix(self.prefix)[:2]: receipt["version"] for name, (_, receipt) in values.items()}
-        return bool(versions.get("s.", 0) > versions["p."])
-
     def before_step(self, step: int, max_norm: float | None) -> list[Call[Any]]:
         """Return the requests that keep the mean of the statistics of a step, and its clipped gradients."""
         statistics = [self._clipped(step, f"t.*@{step}", "s", NO_CLIP)] if self.info.statistics else []
