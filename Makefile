@@ -56,7 +56,7 @@ clients: $(VENV)/.dev $(NODE)/.installed $(CLIENTS)/.installed  ## generate clie
 
 fuzz: $(VENV)/.dev  ## decode damaged and compressed bodies for SECONDS=60, then send random requests, hostile calls, damaged and random models, random changes of buffers, and flip bits of stores
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)
-	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/kernels/test_hostile.py tests/graphs/test_hostile_models.py tests/graphs/onnx_suite.py tests/api/test_schema.py tests/api/test_fuzz.py tests/api/test_random_graphs.py tests/buffers/test_state_machine.py tests/buffers/test_lmdb_pages.py tests/faults/test_state_machine.py
+	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=3600 tests/kernels/test_hostile.py tests/graphs/test_hostile_models.py tests/graphs/onnx_suite.py tests/api/test_schema.py tests/api/test_fuzz.py tests/api/test_random_graphs.py tests/buffers/test_state_machine.py tests/buffers/test_lmdb_pages.py tests/faults/test_state_machine.py
 
 examples: $(VENV)/.frameworks  ## train through the service: processes that share, join and die, a GRU, a bad network, local steps, JAX, scikit-learn, a notebook
 	$(BIN)/python examples/digits_data_parallel.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import subprocess
 import sys
 import threading
@@ -85,6 +86,14 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 def stop(server: Server) -> None:
     server.process.terminate()
     assert server.process.wait(30) == 0, server.log.read_text()
+
+
+def test_a_span_names_https(collector: Collector, certificate: tuple[Path, Path]) -> None:
+    made, key = certificate
+    with serving(tracing=True, tls_certificate=made, tls_key=key) as url:
+        tls = ssl.create_default_context(cafile=str(made))
+        assert httpx.get(f"{url.replace('http:', 'https:')}/v2", verify=tls).status_code == 200
+    assert {one["url.scheme"] for _, one, _ in collector.spans()} == {"https"}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
