@@ -135,11 +135,33 @@ class Cluster:
         """Stop the server: SIGINT cuts its connections, SIGQUIT and SIGKILL are crashes."""
         if self.process is not None:
             if how == signal.SIGKILL:
-                os.killpg(self.process.pid, how)
+                _kill_all(self.process)
             else:
                 self.process.send_signal(how)
             self.process.wait(60)
             self.process = None
+
+
+def _kill_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill a server and its backends, which have sessions of their own: a standby's would go on to acknowledge."""
+    process.send_signal(signal.SIGSTOP)  # no more backends start
+    backends = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    for backend in backends:
+        with suppress(ProcessLookupError):
+            os.kill(int(backend), signal.SIGKILL)
+    end = time.monotonic() + 60
+    while any(map(_runs, backends)):
+        assert time.monotonic() < end, "a killed backend does not end"
+        time.sleep(0.01)
+
+
+def _runs(pid: str) -> bool:
+    """Return whether a process has not ended, whether or not its parent has noticed the end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @contextmanager
