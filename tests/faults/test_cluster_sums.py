@@ -103,13 +103,19 @@ def test_a_full_disk_of_the_database(tmp_path: Path) -> None:
                     _fill(path / "ballast")
                     wait(lambda: is_refused(servers[0]), "a full disk takes adds")
                     (path / "ballast").unlink()
-                    if database.process is not None and database.process.poll() is not None:
-                        database.start(min_wal_size="32MB", max_wal_size="64MB")
+                    wait(lambda: serves_again(servers[0], database), "a disk with room takes no adds")
                     load.go_on()
                     load.check()
         finally:
             database.stop()
             subprocess.run(["umount", path], check=True, timeout=30)
+
+
+def serves_again(server: Server, database: Cluster) -> bool:
+    """Return whether the server takes an add. A database that has died meanwhile starts again."""
+    if database.process is not None and database.process.poll() is not None:
+        database.start(min_wal_size="32MB", max_wal_size="64MB")
+    return not is_refused(server)
 
 
 def is_refused(server: Server) -> bool:

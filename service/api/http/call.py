@@ -242,7 +242,7 @@ class Call:
             request = StoreRequest(changes, key, sources, wide, part, answer, by_prefix, hidden)
             if len(changes) <= INLINE_LOOKUPS:
                 return await asyncio.wrap_future(self.store.submit(request))
-            return await while_connected(self.exchange.left(), asyncio.wrap_future(self.store.submit(request)))
+            return await while_connected(self.exchange.left, asyncio.wrap_future(self.store.submit(request)))
         finally:
             self.spent["store"] = time.perf_counter_ns() - began
 

@@ -48,7 +48,7 @@ async def in_pool(
         loop = asyncio.get_running_loop()
         timer = loop.call_later(patience_seconds, lambda future: expired.append(future.cancel()), future)
     try:
-        return await while_connected(exchange.left(), asyncio.wrap_future(future))
+        return await while_connected(exchange.left, asyncio.wrap_future(future))
     except asyncio.CancelledError:
         if any(expired):
             raise Expired(
@@ -63,10 +63,10 @@ async def in_pool(
         del future  # its traceback holds this frame: a cycle that only the garbage collector would free
 
 
-async def while_connected(left: Coroutine[Any, Any, None], work: Awaitable[R]) -> R:
-    """Return the result of `work`. Raises `ClientDisconnect` if the client has `left` before."""
+async def while_connected(left: Callable[[], Coroutine[Any, Any, None]], work: Awaitable[R]) -> R:
+    """Return the result of `work`. Raises `ClientDisconnect` if the client has `left` before: then `left` returns."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(left)
+    leaving = asyncio.ensure_future(left())
     leaving.add_done_callback(partial(_cancel, working))
     try:
         return await working

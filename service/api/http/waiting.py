@@ -98,7 +98,7 @@ class Waiting:
             except (StepOpen, TooFewGradients) as error:
                 context: dict[str, Any] = error.context
             key = _Key(namespace, context["buffer"], context.get("min_count"), match)
-            if not await while_connected(closed(), self._change(key, context["step"], end)):
+            if not await while_connected(closed, self._change(key, context["step"], end)):
                 return await attempt()  # it raises what is missing; a buffer can also expire without a change
 
     async def _change(self, key: _Key, step: int, end: float) -> bool:
