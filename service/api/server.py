@@ -47,7 +47,7 @@ STARTED_AT = "GRADSERVE_STARTED_AT"
 
 
 def create_app(settings: Settings) -> Application:
-    """Return the service as an ASGI application. Its engine and its store live from startup to shutdown."""
+    """Return the application, which `Connection` serves. Its engine and its store live from startup to shutdown."""
     shared = Path(given) if settings.workers > 1 and (given := os.environ.get(METRICS_DIRECTORY)) else None
     metrics, statistics = Metrics(shared, settings.workers), OperatorStatistics()
     history = History(metrics, settings.store_bytes)
