@@ -95,7 +95,8 @@ def _has_all_members(record: Record) -> bool:
 
 def close(txn: Transaction, record: Record, by: ClosedBy) -> tuple[Record, Closed]:
     """Close the step: keep its value as a closed step, and begin the next step."""
-    closed = Closed(record.step, record.version, record.count, record.weight, record.value, by, record.contributors_in)
+    who = dict(sorted(record.contributors_in.items()))
+    closed = Closed(record.step, record.version, record.count, record.weight, record.value, by, who)
     steps = (*record.closed, closed)
     for old in steps[: -record.spec.keep]:
         txn.free(old.value)

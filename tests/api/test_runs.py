@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.api.models import linear
-from tests.serving import assert_problem
+from tests.serving import assert_problem, serving
 
 FORM = {"line.w": "float32[2]", "loss": "MSELoss"}
 
@@ -218,3 +218,13 @@ def test_wrong_requests_name_the_fault(client: httpx.Client, path: str, body: An
     assert answer.json()["code"] == code, answer.text
     assert words in answer.json()["detail"]
     assert client.get("/v1/runs").json()["runs"] == []
+
+
+def test_a_run_has_at_most_as_many_buffers_as_a_request_may_change() -> None:
+    with serving(max_tensors=2) as url, httpx.Client(base_url=url) as client:
+        for name in ("line.a", "line.b"):
+            client.put(f"/v1/buffers/{name}", json={"shape": [2]}).raise_for_status()
+        assert asked(client).status_code == 201
+        client.put("/v1/buffers/line.c", json={"shape": [2]}).raise_for_status()
+        assert_problem(asked(client, "y"), 413, "too_many_tensors", "more than 2 buffers", "GRADSERVE_MAX_TENSORS")
+        assert described(client)["members"] == ["x"]

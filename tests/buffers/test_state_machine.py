@@ -162,7 +162,7 @@ class Buffer:
         self.steps[self.step] = (receipt, self.value)
         left = {one: self.seen.get(one, self.created) for one in self.spec.contributors or ()}
         self.closed_at = self.updated
-        self.last_names, self.seen = self.names, left | dict.fromkeys(self.names, self.updated)
+        self.last_names, self.seen = dict(sorted(self.names.items())), left | dict.fromkeys(self.names, self.updated)
         for old in sorted(self.steps)[: -self.spec.keep]:
             del self.steps[old]
         self.begin()
@@ -348,7 +348,8 @@ class Model:
             if change.do_update and not change.overwrite and adds >= buffer.spec.per_contributor:
                 raise RefusedError("duplicate_contributor")
             shape = np.shape(_array(change))
-            fits = shape == buffer.spec.shape if isinstance(change, Set) else _fits(shape, buffer.spec.shape)
+            is_exact = isinstance(change, Set) or isinstance(change.gradient, Coded)
+            fits = shape == buffer.spec.shape if is_exact else _fits(shape, buffer.spec.shape)
             if change.do_update and not fits:
                 raise RefusedError("shape_mismatch")
             if with_norm and change.do_update and change.weight and buffer.spec.max_norm is not None:

@@ -218,6 +218,8 @@ def test_members_of_groups_may_be_buffers(server: Any, key: str) -> None:
     assert {name: one.tolist() for name, one in found.items()} == {"fc.weight": [[-1, -2]], "fc.bias": [6]}
     found = server.ops.sgd_optimizer_v2(1.0, [bias], [[1.0]]).updated_weights
     assert [one.tolist() for one in found] == [[6.0]]
+    found = server.ops.sgd_optimizer_v2(1.0, [[float(one)] for one in range(11)], [[0.0]] * 11).updated_weights
+    assert [one.item() for one in found] == [*range(11)]
     named = server.run("SGDOptimizerV2", {"lr": 1.0, "weights.w": bias, "gradients": {"w": [2.0]}})
     assert named["updated_weights.w"].tolist() == [5.0]
     into = {"updated_weights": {"fc.bias": bias}}

@@ -160,6 +160,8 @@ def test_unexpected_outputs_are_reported(kind: str) -> None:
                 server.ops.relu_grad([1], [1])
             with pytest.raises(ServerFailed, match="the outputs are Q, but must be A_axes, B_axes"):
                 server.ops.broadcast_gradient_args([1], [1])
+            with pytest.raises(ServerFailed, match="the outputs are Q, but must be update_completed, updated_weights"):
+                server.ops.sgd_optimizer_v2(0.5, [[1.0]], [[1.0]])
 
 
 def test_an_answer_that_ends_early_is_reported_with_its_bytes(kind: str) -> None:

@@ -142,7 +142,7 @@ def test_names_of_a_model_are_text_and_a_key_may_lack_a_scope(
     faults.statuses = {501}
     described = http.get("/v1/graphs/net").json()
     tensor = {"dtype": "float32", "shape": None}
-    evil = {**described, "inputs": {EVIL: tensor}, "parameters": {EVIL: tensor}, "nodes": {EVIL: 1}}
+    evil = {**described, "inputs": {EVIL: tensor}, "parameters": {EVIL: tensor}, "nodes": {EVIL: 1, "Add": 3}}
     caller = {**http.get("/v1/caller").json(), "scopes": ["ops"]}
 
     def answer(body: Any, status: int = 200) -> Any:
@@ -155,6 +155,7 @@ def test_names_of_a_model_are_text_and_a_key_may_lack_a_scope(
     page.goto(f"{run}?again#/graphs/net")
     expect(page.get_by_role("main")).to_contain_text("Runs are buffers: your API key lacks buffers:read.")
     expect(page.get_by_role("row", name=EVIL)).to_have_count(3)
+    expect(page.locator(".title")).to_contain_text("4 nodes")
     assert page.title() == "net – gradserve"
     page.route("**/v1/graphs/net", answer({"title": "Graphs", "detail": "This server lacks the package onnx"}, 501))
     page.goto(f"{run}?list#/graphs")
