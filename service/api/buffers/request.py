@@ -191,25 +191,19 @@ async def reserved(
     A new change of them all adds `growth` bytes to each record. A failed attempt gives the memory back: the request may
     wait for long before the next attempt. Raises `Busy`, `TensorTooLarge` and, for a change, `TooManyTensors`.
     """
-    taken = []
-
-    def reserve(size: int) -> None:
-        call.reserve(size)
-        taken.append(size)
-
+    held = call.reservation.bytes
     try:
         records = (growth or 0) * len(names)
         if len(names) > 1:
             records += await call.look_up(len(names), call.store.record_bytes, names)
         if growth is not None:
             check_records(records)
-        reserve(RECEIPT_BYTES * len(names) + RECORD_FACTOR * records)
+        call.reserve(RECEIPT_BYTES * len(names) + RECORD_FACTOR * records)
         if form is not None:
-            reserve(await call.look_up(len(names), _value_bytes, call.store, names, form))
+            call.reserve(await call.look_up(len(names), _value_bytes, call.store, names, form))
         yield
     except GradserveError:
-        for size in taken:
-            call.give_back(size)
+        call.give_back(call.reservation.bytes - held)
         raise
 
 
