@@ -72,6 +72,15 @@ def missing(store: Store) -> Any:
     return known["missing_since"]
 
 
+def test_the_missing_have_the_order_of_their_names(store: Store) -> None:
+    """The order does not depend on who was first in the last step, or in those before."""
+    create(store, "a", quorum=2, keep=2)
+    for order in ("yx", "xy", "yx"):
+        for name in order:
+            add(store, "a", [1, 2], contributor=name)
+        assert store.record("a").as_json()["missing"] == ["x", "y"]
+
+
 def test_those_of_the_last_step_are_missing_as_long_as_nobody_else_is_in(store: Store, clock: Clock) -> None:
     create(store, "a", quorum=3)
     add(store, "a", [1, 2], contributor="x")
