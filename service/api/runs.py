@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast
 
 import orjson
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field, StrictStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictStr
 from typing_extensions import TypedDict
 
 from service.api.buffers.models import ListQuery
@@ -25,7 +25,7 @@ from service.buffers.lives import run_of
 from service.buffers.names import LIFE, NAME, BufferName, check_length, check_name
 from service.buffers.perform import Wide
 from service.buffers.record import Record
-from service.buffers.runs import Expect, Join, Leave, Remove, RemoveOf, RunChange, StoredRun, as_form
+from service.buffers.runs import Expect, Join, Leave, Remove, RemoveOf, RunChange, StoredRun, as_form, is_kept
 from service.buffers.store import Store
 from service.errors import InvalidParameter, TooManyTensors, shown
 
@@ -44,6 +44,15 @@ Worker = Annotated[Contributor, Field(description="The worker's name, by which s
 Life = Annotated[StrictStr, Field(pattern=f"^{LIFE.pattern}$", description="The life of the run that is meant.")]
 
 
+def _kept(members: dict[str, Any]) -> dict[str, Any]:
+    if not is_kept(members):
+        raise ValueError("it should have finite numbers and integers of 64 bits alone")
+    return members
+
+
+Kept = Annotated[dict[str, Any], AfterValidator(_kept)]
+
+
 class NewWorker(BaseModel):
     """A worker that comes to a run."""
 
@@ -58,12 +67,10 @@ class NewWorker(BaseModel):
     )
     prefix: Name = Field(description="What the names of the run's buffers begin with.")
     buffer: Name = Field(description="The buffer, with the prefix, whose steps are those of the run.")
-    form: dict[str, Any] = Field(
+    form: Kept = Field(
         default_factory=dict, description="What all workers have alike, such as the shapes of parameters."
     )
-    start: dict[str, Any] = Field(
-        default_factory=dict, description="What the first worker begins with: every join answers it."
-    )
+    start: Kept = Field(default_factory=dict, description="What the first worker begins with: every join answers it.")
     life: Life | None = Field(None, description="The life of a new run, or that of the run which was joined before.")
     again: bool = Field(False, description="Whether this process has joined the run before, so that it begins none.")
 

@@ -293,6 +293,14 @@ def _differences(there: Array, here: Array) -> str:
     )
 
 
+def is_kept(members: Mapping[str, Any]) -> bool:
+    """Return whether a run gives these members back as they came: integers of 64 bits, and finite numbers."""
+    try:
+        return bool(orjson.loads(orjson.dumps(members)) == members)
+    except orjson.JSONEncodeError:
+        return False
+
+
 def as_form(form: Mapping[str, Any], start: Mapping[str, Any]) -> Array:
     """Return what all workers have alike, and what the first began with, as a run stores them: JSON, flat, as bool."""
     return np.frombuffer(orjson.dumps({"form": form, "start": start}), BOOL)

@@ -11,7 +11,7 @@ from service.buffers.graphs import digest_of
 from service.buffers.names import LIFE, BufferName
 from service.buffers.readonly import Moment
 from service.buffers.record import Record
-from service.buffers.runs import RestoreRun, StoredRun, as_form
+from service.buffers.runs import RestoreRun, StoredRun, as_form, is_kept
 from service.buffers.transfer_graphs import MAX_SECONDS, checked
 from service.host.documents import Members, is_number
 
@@ -21,6 +21,10 @@ SavedRun: TypeAlias = tuple[BufferName, RestoreRun]
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _is_kept(value: Any) -> bool:
+    return isinstance(value, dict) and is_kept(value)
 
 
 _RUN: Members = {
@@ -34,8 +38,8 @@ _RUN: Members = {
         "null or an object with outcome, at, worker and error",
         lambda value: value is None or (isinstance(value, dict) and {*value} == {"outcome", "at", "worker", "error"}),
     ),
-    "form": ("an object", lambda value: isinstance(value, dict)),
-    "start": ("an object", lambda value: isinstance(value, dict)),
+    "form": ("an object of finite numbers and integers of 64 bits", _is_kept),
+    "start": ("an object of finite numbers and integers of 64 bits", _is_kept),
 }
 
 

@@ -104,6 +104,18 @@ def test_another_form_is_refused_before_anything_is_made(client: httpx.Client) -
     assert before == (client.get("/v1/buffers").json(), described(client))
 
 
+@pytest.mark.parametrize("member", ["form", "start"])
+@pytest.mark.parametrize("number", ["1e999", "18446744073709551616", "-9223372036854775809", '[{}, {"a": 1e400}]'])
+def test_a_number_that_a_run_would_not_give_back(client: httpx.Client, member: str, number: str) -> None:
+    body = f'{{"token": "t", "prefix": "line.", "buffer": "line.w", "{member}": {{"lr": {number}}}}}'
+    answer = client.post("/v1/runs/line/join", content=body, headers={"Content-Type": "application/json"})
+    words = f"{member} is {{'lr': ", "but must have finite numbers and integers of 64 bits alone"
+    assert_problem(answer, 422, "invalid_parameter", *words)
+    assert client.get("/v1/runs").json()["runs"] == []
+    begins: Any = {member: {"lr": -0.1, "seed": (1 << 64) - 1, "least": -(1 << 63), "text": "\0 ü"}}
+    assert joined(client, "x", **begins)[member] == begins[member]
+
+
 def test_a_deleted_run_takes_nothing_of_its_workers(client: httpx.Client) -> None:
     life = begun(client)
     push(client, "x", life)

@@ -226,6 +226,7 @@ def test_runs_come_back_with_their_buffers(
         ({"life": "line@0"}, "has life 'line@0', but it must be a life of the run, or empty"),
         ({"ended": {}}, "has ended {}, but it must be null or an object"),
         ({"form": []}, "has form"),
+        ({"start": {"seed": 1 << 64}}, "must be an object of finite numbers and integers of 64 bits"),
         ({"more": 1}, "does not know"),
         ({"workers": {"x": 1}}, "workers"),
     ],
