@@ -87,7 +87,7 @@ def generated() -> dict[Path, str]:
         "runs.py",
         "client.py",
     )
-    for module in (*modules, "client.py"):
+    for module in modules:
         texts[f"_async/{Path(module).name}"] = awaited((PACKAGE / module).read_text(), module)
     if unused := [pattern for pattern, _ in AWAITED if not _USES[pattern]]:
         raise ValueError(f"No module has anything that these patterns replace: {unused}")

@@ -46,7 +46,7 @@ class Buffers:
         for shard in self._runner.shards:
             cursor: str | None = ""
             while cursor is not None:
-                page, cursor = shard.run(bulk.page(prefix, cursor))
+                page, cursor = shard.run(bulk.page("buffers", BufferInfo.of, prefix, cursor))
                 infos += page
         return sorted(infos, key=lambda info: info.name)
 

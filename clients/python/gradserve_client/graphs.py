@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gradserve_client._http.log import logger
 from gradserve_client._http.runner import Runner
-from gradserve_client._wire import graphs
+from gradserve_client._wire import bulk, graphs
 from gradserve_client._wire.onnx_files import read_model
 from gradserve_client.errors import InvalidInput
 from gradserve_client.graph_models import GraphHead, GraphInfo
@@ -39,7 +39,7 @@ class Graphs:
         heads: list[GraphHead] = []
         cursor: str | None = ""
         while cursor is not None:
-            page, cursor = self._runner.run(graphs.page(prefix, cursor))
+            page, cursor = self._runner.run(bulk.page("graphs", GraphHead.of, prefix, cursor))
             heads += page
         return heads
 

@@ -247,7 +247,7 @@ class BufferSpec(BufferRules, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorInfo:
+class TensorInfo(_FromJson):
     """An input or output of an operator."""
 
     name: str
@@ -260,7 +260,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OperatorInfo:
+class OperatorInfo(_FromJson):
     """An operator's formula, inputs, outputs and attributes."""
 
     name: str

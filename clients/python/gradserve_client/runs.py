@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradserve_client._http.runner import Runner
-from gradserve_client._wire import runs
+from gradserve_client._wire import bulk, runs
 from gradserve_client.errors import NotFound
 from gradserve_client.models import RunInfo
 
@@ -26,7 +26,7 @@ class Runs:
         for shard in self._runner.shards:
             cursor: str | None = ""
             while cursor is not None:
-                page, cursor = shard.run(runs.page(prefix, cursor))
+                page, cursor = shard.run(bulk.page("runs", RunInfo.of, prefix, cursor))
                 found = {one.name: one for one in page} | found
         return [found[name] for name in sorted(found)]
 

@@ -136,9 +136,7 @@ class Worker(Graph):
         self._finish(None)
 
     def _finish(self, error: BaseException | None) -> None:
-        outcome = "finished" if error is None else "failed"
-        text = None if error is None else runs.first_line(error)
-        self._runner.run(runs.finish(self._name, worker=self._worker, life=self._life, outcome=outcome, error=text))
+        self._runner.run(runs.finish(self._name, worker=self._worker, life=self._life, error=error))
 
     def __enter__(self) -> Self:
         self.start()

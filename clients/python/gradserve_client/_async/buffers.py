@@ -43,7 +43,7 @@ class AsyncBuffers:
         for shard in self._runner.shards:
             cursor: str | None = ""
             while cursor is not None:
-                page, cursor = await shard.run(bulk.page(prefix, cursor))
+                page, cursor = await shard.run(bulk.page("buffers", BufferInfo.of, prefix, cursor))
                 infos += page
         return sorted(infos, key=lambda info: info.name)
 

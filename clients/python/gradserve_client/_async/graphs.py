@@ -9,7 +9,7 @@ from pathlib import Path
 from gradserve_client._async.model import AsyncModel
 from gradserve_client._async.runner import AsyncRunner
 from gradserve_client._http.log import logger
-from gradserve_client._wire import graphs
+from gradserve_client._wire import bulk, graphs
 from gradserve_client._wire.onnx_files import read_model
 from gradserve_client.errors import InvalidInput
 from gradserve_client.graph_models import GraphHead, GraphInfo
@@ -36,7 +36,7 @@ class AsyncGraphs:
         heads: list[GraphHead] = []
         cursor: str | None = ""
         while cursor is not None:
-            page, cursor = await self._runner.run(graphs.page(prefix, cursor))
+            page, cursor = await self._runner.run(bulk.page("graphs", GraphHead.of, prefix, cursor))
             heads += page
         return heads
 

@@ -11,7 +11,7 @@ import httpx
 
 from gradserve_client._http.log import Log
 from gradserve_client._http.outcomes import Answer, Closed, Outcome
-from gradserve_client._http.policy import Call, RequestIds, Send, Timeouts, Wait, steps_of
+from gradserve_client._http.policy import Call, RequestIds, Send, Timeouts, steps_of
 from gradserve_client._http.requests import Requests
 
 T = TypeVar("T")
@@ -68,10 +68,10 @@ class AsyncRunner:
                 return result
             finally:
                 outcome = None  # the error's traceback holds this frame: a cycle that would keep the call's arrays
-            if isinstance(step, Wait):
-                await anyio.sleep(step.seconds)
-            else:
+            if isinstance(step, Send):
                 outcome = await self._send(call, request_id, step)
+            else:
+                await anyio.sleep(step)
 
     async def close(self) -> None:
         """Close the connections, and refuse further calls."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from gradserve_client._async.runner import AsyncRunner
-from gradserve_client._wire import runs
+from gradserve_client._wire import bulk, runs
 from gradserve_client.errors import NotFound
 from gradserve_client.models import RunInfo
 
@@ -21,7 +21,7 @@ class AsyncRuns:
         for shard in self._runner.shards:
             cursor: str | None = ""
             while cursor is not None:
-                page, cursor = await shard.run(runs.page(prefix, cursor))
+                page, cursor = await shard.run(bulk.page("runs", RunInfo.of, prefix, cursor))
                 found = {one.name: one for one in page} | found
         return [found[name] for name in sorted(found)]
 

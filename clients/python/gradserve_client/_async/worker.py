@@ -132,11 +132,7 @@ class AsyncWorker(AsyncGraph):
         await self._finish(None)
 
     async def _finish(self, error: BaseException | None) -> None:
-        outcome = "finished" if error is None else "failed"
-        text = None if error is None else runs.first_line(error)
-        await self._runner.run(
-            runs.finish(self._name, worker=self._worker, life=self._life, outcome=outcome, error=text)
-        )
+        await self._runner.run(runs.finish(self._name, worker=self._worker, life=self._life, error=error))
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from gradserve_client._cli.adding import add
 from gradserve_client._cli.options import (
     All,
     File,
@@ -18,6 +16,7 @@ from gradserve_client._cli.options import (
     Name,
     Output,
     Prefix,
+    Session,
     SomeName,
     Step,
     Tensor,
@@ -43,26 +42,17 @@ from gradserve_client._cli.output import (
 )
 from gradserve_client._cli.pushes import forget_push, pushes, staged_for
 from gradserve_client._cli.rules import create, set_rules
-from gradserve_client._cli.session import Session
-from gradserve_client._cli.whole import save, set_
+from gradserve_client._cli.tensors import add, save, set_
 from gradserve_client.errors import NotFound
 from gradserve_client.models import BufferInfo, Receipt
 
 if TYPE_CHECKING:
-    from gradserve_client._wire.specs import Reduce
     from gradserve_client.buffer import Buffer
 
 app = typer.Typer(no_args_is_help=True, help="List, create, read, change and remove buffers.")
 
 
-class Reduction(Enum):
-    """The value of the gradients: their weighted sum or mean."""
-
-    sum = "sum"
-    mean = "mean"
-
-
-Reducing = Annotated[Reduction, typer.Option(help="mean divides the sum by the sum of the weights.")]
+Reducing = Annotated[Literal["sum", "mean"], typer.Option(help="mean divides the sum by the sum of the weights.")]
 
 
 @app.command("ls")
@@ -125,7 +115,7 @@ def get(
     name: Name,
     output: Output = None,
     step: Annotated[int | None, typer.Option(help="A closed step instead of the running one.")] = None,
-    reduce: Reducing = Reduction.sum,
+    reduce: Reducing = "sum",
     dtype: Annotated[str | None, typer.Option(help="The dtype of the value, by default the buffer's.")] = None,
     timeout: Wait = 0.0,
 ) -> None:
@@ -134,7 +124,7 @@ def get(
 
     session: Session = ctx.obj
     with session.server() as server, files.writing(output) as write:
-        value = server.buffers[name].value(step=step, reduce=_reduce(reduce), dtype=dtype, timeout=timeout)
+        value = server.buffers[name].value(step=step, reduce=reduce, dtype=dtype, timeout=timeout)
         write({name: value})
     if session.as_json:
         print_json({"name": name, **tensor_json(value, data=output is None)})
@@ -187,7 +177,7 @@ def take(
     min_count: Annotated[int, typer.Option(help="The number of gradients to wait for.")] = 0,
     step: Annotated[int | None, typer.Option(help="Take it only if the buffer is in this step.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the gradients.")] = 0.0,
-    reduce: Reducing = Reduction.sum,
+    reduce: Reducing = "sum",
     key: Key = None,
 ) -> None:
     """Close the step, and fetch its value. Without -o, print it, or the corners of a large one."""
@@ -196,7 +186,7 @@ def take(
     session: Session = ctx.obj
     with session.server() as server, files.writing(output) as write:
         taken = server.buffers[name].take(
-            min_count=min_count, step=step, timeout=timeout, reduce=_reduce(reduce), idempotency_key=key
+            min_count=min_count, step=step, timeout=timeout, reduce=reduce, idempotency_key=key
         )
         try:
             write({name: taken.value})
@@ -254,7 +244,3 @@ def _change(ctx: typer.Context, name: str, change: Callable[[Buffer], Receipt]) 
         print_json(receipt_json(receipt))
     else:
         typer.echo(receipt_line(receipt))
-
-
-def _reduce(reduction: Reduction) -> Reduce:
-    return "mean" if reduction is Reduction.mean else "sum"

@@ -17,7 +17,7 @@ from typer.main import get_command
 from gradserve_client._cli.buffers import app as about_buffers
 from gradserve_client._cli.graphs import app as about_graphs
 from gradserve_client._cli.info import info
-from gradserve_client._cli.options import Contributor, Key, pairs
+from gradserve_client._cli.options import Contributor, Key, Session, pairs
 from gradserve_client._cli.output import (
     console,
     print_json,
@@ -28,7 +28,6 @@ from gradserve_client._cli.output import (
     tensor_json,
 )
 from gradserve_client._cli.runs import app as about_runs
-from gradserve_client._cli.session import Session
 from gradserve_client._cli.watch import show_updates
 from gradserve_client._http.words import DEFAULT_URL
 from gradserve_client.errors import NotFound

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradserve_client._cli.options import Key, pairs
+from gradserve_client._cli.options import Key, Session, pairs
 from gradserve_client._cli.output import console, print_json, print_tensor, size, table, tensor_json, time
-from gradserve_client._cli.session import Session
 from gradserve_client.models import BufferName
 
 if TYPE_CHECKING:

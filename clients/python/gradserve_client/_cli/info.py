@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from gradserve_client._cli.options import Session
 from gradserve_client._cli.output import console, print_json, size, table
-from gradserve_client._cli.session import Session
 from gradserve_client.errors import NotFound, ServerFailed, Unavailable
 
 if TYPE_CHECKING:

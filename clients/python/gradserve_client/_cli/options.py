@@ -1,15 +1,36 @@
-"""Arguments and options that several commands have."""
+"""The options of every command, and arguments and options that several commands have."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from gradserve_client._cli.server import Server
+
+
+@dataclass(frozen=True)
+class Session:
+    """The options of every command."""
+
+    url: str | None
+    api_key: str | None = field(repr=False)
+    timeout: float
+    as_json: bool
+
+    def server(self) -> contextlib.closing[Server]:
+        """Return the server, to be closed after a `with`."""
+        from gradserve_client._cli.server import Server
+
+        return contextlib.closing(Server(self.url, self.api_key, self.timeout))
 
 
 def check_chosen(name: str | None, prefix: str | None, everything: bool) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradserve_client._cli.options import Session
 from gradserve_client._cli.output import console, print_json, size, table, time
-from gradserve_client._cli.session import Session
 from gradserve_client.errors import NotFound
 from gradserve_client.models import StagedPush
 

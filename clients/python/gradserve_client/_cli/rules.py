@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from gradserve_client._cli.options import All, Key, Name, Prefix, SomeName, check_chosen, takes_rules
+from gradserve_client._cli.options import All, Key, Name, Prefix, Session, SomeName, check_chosen, takes_rules
 from gradserve_client._cli.output import buffers_text, count, print_info, print_json, receipt_json, shape
-from gradserve_client._cli.session import Session
-
-
-class Nonfinite(Enum):
-    """Whether the server accepts gradients that are infinite or NaN."""
-
-    allow = "allow"
-    reject = "reject"
 
 
 class Rule(Enum):
@@ -40,15 +32,15 @@ def create(
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32",
     keep: Annotated[int, typer.Option(help="The number of closed steps that the server keeps.")] = 1,
     nonfinite: Annotated[
-        Nonfinite, typer.Option(help="Allow or reject gradients that are infinite or NaN.")
-    ] = Nonfinite.allow,
+        Literal["allow", "reject"], typer.Option(help="Allow or reject gradients that are infinite or NaN.")
+    ] = "allow",
     key: Key = None,
 ) -> None:
     """Create a buffer with zeros. An equal buffer may exist already."""
     session: Session = ctx.obj
     with session.server() as server:
         info = server.buffers[name].create(
-            _dims(dims), dtype=dtype, keep=keep, nonfinite=nonfinite.value, idempotency_key=key, **rules
+            _dims(dims), dtype=dtype, keep=keep, nonfinite=nonfinite, idempotency_key=key, **rules
         )
     if session.as_json:
         print_json(asdict(info))

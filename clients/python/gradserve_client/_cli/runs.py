@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from gradserve_client._cli.options import Session
 from gradserve_client._cli.output import console, print_json, table, time
-from gradserve_client._cli.session import Session
 from gradserve_client.models import RunInfo
 
 app = typer.Typer(no_args_is_help=True, help="List, show and delete runs: what the workers of a training have alike.")

@@ -1,7 +1,7 @@
 """The retry policy of both clients: when to send a call, when to send it again, and when to give up.
 
-`steps_of` is a generator without any input or output. It yields the next step, and receives the step's outcome. A
-runner performs the steps, with or without `await`.
+`steps_of` is a generator without any input or output. It yields what to send, or the seconds to wait, and receives the
+outcome. A runner performs the steps, with or without `await`.
 """
 
 from __future__ import annotations
@@ -121,16 +121,9 @@ class Send:
     """The end of the attempt, by `time.monotonic`."""
 
 
-@dataclass(frozen=True)
-class Wait:
-    """A step: wait."""
-
-    seconds: float
-
-
 def steps_of(
     call: Call[T], timeouts: Timeouts, ids: RequestIds, log: Log, request_id: str
-) -> Generator[Send | Wait, Outcome | None, T]:
+) -> Generator[Send | float, Outcome | None, T]:
     """Return the result of the call. Raises `GradserveError`."""
     silent_until = (start := time.monotonic()) + LONGEST_POLL
     poll_end, end = start + call.wait, start + call.wait + timeouts.timeout
@@ -162,7 +155,7 @@ def steps_of(
             if now >= silent_until:
                 silent_until = now + SAID_SECONDS
                 log.waits(error, now - start)
-            yield Wait(FIRST_DELAY)  # a server that answers without waiting must not be polled in a tight loop
+            yield FIRST_DELAY  # a server that answers without waiting must not be polled in a tight loop
             continue
         failures += 1
         delay = _delay(failures, error)
@@ -174,7 +167,7 @@ def steps_of(
             finally:  # the error's traceback holds this frame: a cycle that would keep the call's arrays in memory
                 del error, outcome, cause
         log.retries(f"{call.method} {call.path}", error, end - time.monotonic())
-        yield Wait(delay)
+        yield delay
 
 
 def _attempt(call: Call[Any], timeouts: Timeouts, end: float) -> Send:

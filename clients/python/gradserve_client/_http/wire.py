@@ -41,7 +41,8 @@ class Exchange:
 
     def _count_body(self, size: int) -> None:
         """Tell h11 the size of the body that was sent, as h11 recommends for sendfile."""
-        self._http.send_with_data_passthrough(h11.Data(data=_Sent(size)))  # type: ignore[arg-type]  # has a length
+        as_long = range(size)  # h11 asks for the length alone
+        self._http.send_with_data_passthrough(h11.Data(data=as_long))  # type: ignore[arg-type]
         self._http.send(h11.EndOfMessage())
 
     def _rest(self, silence: float) -> float:
@@ -113,13 +114,13 @@ class Wire(Exchange):
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:  # sendall would apply the time limit to the whole body
-            self._limit_next(self._silence)
+            self._sock.settimeout(self._rest(self._silence))
             rest = rest[self._sock.send(rest) :]
 
     def _next_event(self, silence: float | None = None) -> h11.Event:
         """Return the next part of the answer, after silences of some seconds at most."""
         while (event := self._http.next_event()) is h11.NEED_DATA:
-            self._limit_next(silence or self._silence)
+            self._sock.settimeout(self._rest(silence or self._silence))
             piece = self._sock.recv(READ_BYTES)
             self._is_ended = not piece
             self._http.receive_data(piece)
@@ -145,25 +146,11 @@ class Wire(Exchange):
             count = len(event.data)
             view[:count] = event.data
         while count < size:
-            self._limit_next(self._silence)
+            self._sock.settimeout(self._rest(self._silence))
             if not (received := self._sock.recv_into(view[count:])):
                 raise h11.RemoteProtocolError(f"the answer ends after {count} of {size} bytes")
             count += received
         return body
-
-    def _limit_next(self, silence: float) -> None:
-        """Limit the next operation on the socket."""
-        self._sock.settimeout(self._rest(silence))
-
-
-class _Sent:
-    """Stands for bytes that h11 does not see."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
 
 
 def size_of(request: httpx.Request) -> int:

@@ -77,7 +77,5 @@ class Member:
 
     def finish(self, error: BaseException | None = None) -> None:
         """End this worker's part: the last worker ends the run."""
-        outcome = "finished" if error is None else "failed"
-        text = None if error is None else runs.first_line(error)
         for runner, _ in self._parts:
-            runner.run(runs.finish(self.run, worker=self._worker, life=self.life, outcome=outcome, error=text))
+            runner.run(runs.finish(self.run, worker=self._worker, life=self.life, error=error))

@@ -87,12 +87,6 @@ def statistics_by_name(answer: Answer) -> dict[str, Statistics | None]:
     return {name: None if fields is None else Statistics.of(fields) for name, fields in found.items()}
 
 
-def page(answer: Answer) -> tuple[list[BufferInfo], str | None]:
-    """Read the metadata of some buffers, and the cursor of the next ones."""
-    page = json.loads(answer.body)
-    return [BufferInfo.of(fields) for fields in page["buffers"]], page["next_cursor"]
-
-
 def deleted(answer: Answer) -> None:
     """Check that a buffer was deleted."""
     if answer.status != 204:

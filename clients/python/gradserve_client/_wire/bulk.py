@@ -26,12 +26,17 @@ PAGE_BUFFERS = 1000
 """Buffers that one request lists: the most that the server allows."""
 
 
-def page(prefix: str, cursor: str) -> Call[tuple[list[BufferInfo], str | None]]:
-    """List some buffers, and tell where the next ones begin."""
+def page(kind: str, of: Callable[[Mapping[str, Any]], T], prefix: str, cursor: str) -> Call[tuple[list[T], str | None]]:
+    """List some buffers, graphs or runs, and tell where the next ones begin."""
     if not isinstance(prefix, str):
         raise mistaken("prefix", f"is {prefix!r}, but must be a string")
+
+    def read(answer: Answer) -> tuple[list[T], str | None]:
+        found = json.loads(answer.body)
+        return [of(fields) for fields in found[kind]], found["next_cursor"]
+
     query = {"prefix": prefix, "cursor": cursor, "limit": PAGE_BUFFERS}
-    return Call("GET", "/v1/buffers", answers.page, query=query, headers={"Accept": JSON})
+    return Call("GET", f"/v1/{kind}", read, query=query, headers={"Accept": JSON})
 
 
 def create(specs: Mapping[str, BufferSpec], *, idempotency_key: str | None) -> Call[dict[str, BufferInfo]]:

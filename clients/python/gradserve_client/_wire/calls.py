@@ -98,46 +98,22 @@ def operators() -> Call[list[OperatorInfo]]:
 
 
 def _operator(fields: Mapping[str, Any]) -> OperatorInfo:
-    def tensors(side: str) -> tuple[TensorInfo, ...]:
-        return tuple(
-            TensorInfo(
-                name=tensor["name"],
-                dtypes=tuple(tensor["dtypes"]),
-                default_dtype=tensor["default_dtype"],
-                optional=tensor["optional"],
-                group=tensor.get("group", False),
-            )
-            for tensor in fields[side]
-        )
-
-    return OperatorInfo(
-        name=fields["name"],
-        formula=fields["formula"],
-        description=fields["description"],
-        inputs=tensors("inputs"),
-        outputs=tensors("outputs"),
-        attributes={attribute["name"]: attribute["default"] for attribute in fields["attributes"]},
-        required=tuple(one["name"] for one in fields["attributes"] if one.get("required")),
-    )
+    inputs, outputs = (tuple(map(TensorInfo.of, fields[side])) for side in ("inputs", "outputs"))
+    attributes = {one["name"]: one["default"] for one in fields["attributes"]}
+    required = tuple(one["name"] for one in fields["attributes"] if one.get("required"))
+    return OperatorInfo.of(fields, inputs=inputs, outputs=outputs, attributes=attributes, required=required)
 
 
 def run(
-    op: str,
-    tensors: Mapping[str, Input | Inputs | None],
-    attributes: Mapping[str, Any],
-    *,
-    gives: Sequence[str] = (),
-    outputs: Sequence[str] | None = None,
-    **more: Any,
+    op: str, tensors: Mapping[str, Input | Inputs | None], attributes: Mapping[str, Any], **more: Any
 ) -> Call[dict[str, Array | Receipt]]:
-    """Run the operator. `gives` names all its outputs, if they are known. `more` are the arguments of `running`.
+    """Run the operator. `more` are the arguments of `running`.
 
     The tensor `b` of the group `weights` has the name `weights.b` in the results, and may have it in the arguments.
     """
     _check(op, attributes)
     inputs = flat(tensors, GROUPS.get(op, ()))
-    read = _outputs(gives if outputs is None else ())
-    return running(f"/v1/ops/{op}", inputs, DEFAULTS.get(op, {}), read, attributes, outputs=outputs, **more)
+    return running(f"/v1/ops/{op}", inputs, DEFAULTS.get(op, {}), outputs_in, attributes, **more)
 
 
 def running(
@@ -227,22 +203,8 @@ def _arrays(tensors: Mapping[str, Any], dtypes: Mapping[str, str]) -> dict[str, 
     }
 
 
-def _outputs(names: Sequence[str]) -> Callable[[Answer], dict[str, Array | Receipt]]:
-    """Return a reader of outputs and receipts, which must have these names, or any names if there are none."""
-
-    def read(answer: Answer) -> dict[str, Array | Receipt]:
-        values, metadata = decode(answer.body)
-        receipts = json.loads(metadata.get("receipts", "{}"))
-        results: dict[str, Array | Receipt] = {
-            **values,
-            **{name: as_receipt(receipt, answer) for name, receipt in receipts.items()},
-        }
-        check_names(results, names)
-        return results
-
-    return read
-
-
-def check_names(results: Mapping[str, Any], names: Sequence[str]) -> None:
-    if names and results.keys() != set(names):
-        raise LookupError(f"the outputs are {', '.join(results) or 'none'}, but must be {', '.join(names)}")
+def outputs_in(answer: Answer) -> dict[str, Array | Receipt]:
+    """Read the outputs and the receipts of an operator."""
+    values, metadata = decode(answer.body)
+    receipts = json.loads(metadata.get("receipts", "{}"))
+    return {**values, **{name: as_receipt(receipt, answer) for name, receipt in receipts.items()}}

@@ -11,10 +11,9 @@ from gradserve_client._http.policy import Call
 from gradserve_client._wire import answers
 from gradserve_client._wire.answers import JSON
 from gradserve_client._wire.arguments import as_key, as_name, as_query, as_target
-from gradserve_client._wire.bulk import PAGE_BUFFERS
 from gradserve_client._wire.calls import Input, Inputs, flat, running
 from gradserve_client._wire.tensors import Array
-from gradserve_client.graph_models import GraphHead, GraphInfo
+from gradserve_client.graph_models import GraphInfo
 
 GROUPS = ("parameters", "statistics")
 """The groups of a graph's inputs."""
@@ -55,17 +54,6 @@ def content(name: str, buffers: Mapping[str, Any] = {}) -> Call[tuple[bytes, dic
         return bytes(answer.body), {group: int(answer.headers[f"{group}-version"]) for group in buffers}
 
     return Call("GET", f"{path_of(name)}/model", read, query=query)
-
-
-def page(prefix: str, cursor: str) -> Call[tuple[list[GraphHead], str | None]]:
-    """List some graphs, and tell where the next ones begin."""
-
-    def read(answer: Answer) -> tuple[list[GraphHead], str | None]:
-        found = json.loads(answer.body)
-        return [GraphHead.of(fields) for fields in found["graphs"]], found["next_cursor"]
-
-    query = {"prefix": prefix, "cursor": cursor, "limit": PAGE_BUFFERS}
-    return Call("GET", "/v1/graphs", read, query=query, headers={"Accept": JSON})
 
 
 def run(

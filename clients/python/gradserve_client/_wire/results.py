@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from gradserve_client._http.outcomes import Answer
 from gradserve_client._http.policy import Call
-from gradserve_client._wire.calls import Input, Inputs, Into, T, check_names, run
+from gradserve_client._wire.calls import Input, Inputs, Into, T, flat, outputs_in, running
+from gradserve_client._wire.defaults import DEFAULTS, GROUPS
 
 
 def of(
@@ -29,17 +29,18 @@ def of(
     is_single, groups = isinstance(kind, str), groups or {}
     fields: Sequence[str] = (kind,) if is_single else kind._fields
     buffers: Mapping[str, Into] | None = {kind: into} if is_single and into is not None else into
-    call: Call[Any] = run(op, tensors, attributes, gives=() if groups else fields, outputs=outputs, into=buffers, **add)
 
     def read(answer: Answer) -> Any:
-        results = _grouped(call.read(answer), groups)
-        if groups and outputs is None:
-            check_names(results, fields)
+        results = _grouped(outputs_in(answer), groups)
+        if outputs is None and results.keys() != {*fields}:
+            raise LookupError(f"the outputs are {', '.join(results) or 'none'}, but must be {', '.join(fields)}")
         if is_single:
             return results[kind]
         return results if outputs is not None or into is not None else kind(**results)
 
-    return replace(call, read=read)
+    inputs = flat(tensors, GROUPS.get(op, ()))
+    path, dtypes = f"/v1/ops/{op}", DEFAULTS.get(op, {})
+    return running(path, inputs, dtypes, read, attributes, outputs=outputs, into=buffers, **add)
 
 
 def _grouped(results: Mapping[str, Any], groups: Mapping[str, Inputs | None]) -> dict[str, Any]:

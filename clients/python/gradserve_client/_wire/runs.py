@@ -12,7 +12,6 @@ from gradserve_client._http.policy import Call
 from gradserve_client._wire import answers
 from gradserve_client._wire.answers import JSON
 from gradserve_client._wire.arguments import as_name
-from gradserve_client._wire.bulk import PAGE_BUFFERS
 from gradserve_client.models import RunInfo
 
 
@@ -33,19 +32,11 @@ def join(
     return _change(run, "join", {**own, "life": life, "again": again})
 
 
-def finish(run: str, *, worker: str | None, life: str, outcome: str, error: str | None) -> Call[RunInfo]:
-    """Finish a worker's part of a run."""
-    return _change(run, "finish", {"worker": worker, "life": life, "outcome": outcome, "error": error})
-
-
-def first_line(error: BaseException) -> str:
-    """Return what a run says of the error that has ended it."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:1000]
-
-
-def leave(run: str, *, worker: str | None, life: str) -> Call[RunInfo]:
-    """Leave a run."""
-    return _change(run, "leave", {"worker": worker, "life": life})
+def finish(run: str, *, worker: str | None, life: str, error: BaseException | None) -> Call[RunInfo]:
+    """Finish a worker's part of a run. With an error, the run has failed."""
+    outcome = "finished" if error is None else "failed"
+    text = None if error is None else f"{type(error).__name__}: {error}".splitlines()[0][:1000]
+    return _change(run, "finish", {"worker": worker, "life": life, "outcome": outcome, "error": text})
 
 
 def _change(run: str, action: str, members: Mapping[str, Any]) -> Call[RunInfo]:
@@ -63,17 +54,6 @@ def info(run: str) -> Call[RunInfo]:
 def delete(run: str) -> Call[None]:
     """Delete a run."""
     return Call("DELETE", _path(run), answers.deleted, headers={"Accept": JSON}, key=uuid.uuid4().hex)
-
-
-def page(prefix: str, cursor: str) -> Call[tuple[list[RunInfo], str | None]]:
-    """List some runs, and tell where the next ones begin."""
-
-    def read(answer: Answer) -> tuple[list[RunInfo], str | None]:
-        found = json.loads(answer.body)
-        return [RunInfo.of(fields) for fields in found["runs"]], found["next_cursor"]
-
-    query = {"prefix": prefix, "cursor": cursor, "limit": PAGE_BUFFERS}
-    return Call("GET", "/v1/runs", read, query=query, headers={"Accept": JSON})
 
 
 def _path(run: str) -> str:

@@ -1,4 +1,4 @@
-"""The command that adds the gradients of a file to buffers."""
+"""The commands that move the tensors of whole files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradserve_client._cli.options import Contributor, Key, Step, Tensor, Weight
-from gradserve_client._cli.output import print_json, receipt_json, receipt_line
-from gradserve_client._cli.session import Session
+from gradserve_client._cli.options import Contributor, File, Key, Session, Step, Tensor, Weight
+from gradserve_client._cli.output import print_json, print_tensor, receipt_json, receipt_line, tensor_json
 
 if TYPE_CHECKING:
     from gradserve_client.rows import Gradient
+
+
+Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="What buffers' names have before tensors' names.")]
 
 
 def add(
@@ -64,3 +66,33 @@ def _of_whole_file(file: Path, tensor: str | None, prefix: str) -> dict[str, Gra
     if tensor is not None:
         raise typer.BadParameter("--tensor needs the NAME of a buffer before FILE")
     return {f"{prefix}{name}": gradient for name, gradient in sorted(files.read_gradients(file).items())}
+
+
+def set_(ctx: typer.Context, prefix: Prefix, file: File, key: Key = None) -> None:
+    """Write all tensors of a safetensors or .npz file over the buffers of their names, and create those missing."""
+    from gradserve_client._wire import files
+
+    session: Session = ctx.obj
+    tensors = files.read_all(file)
+    with session.server() as server:
+        receipts = server.buffers.set(tensors, prefix=prefix, idempotency_key=key)
+    if session.as_json:
+        print_json([*map(receipt_json, receipts.values())])
+    else:
+        typer.echo("\n".join(map(receipt_line, receipts.values())))
+
+
+def save(ctx: typer.Context, prefix: Prefix, file: File) -> None:
+    """Write the values of all buffers with a prefix into a file, each by the rest of its name."""
+    from gradserve_client._wire import files
+
+    session: Session = ctx.obj
+    with session.server() as server, files.writing(file) as write:
+        values = server.buffers.value(prefix=prefix)
+        tensors = {name.removeprefix(prefix): value for name, value in values.items()}
+        write(tensors)
+    if session.as_json:
+        print_json({name: tensor_json(value, data=False) for name, value in tensors.items()})
+    else:
+        for name, value in tensors.items():
+            print_tensor(name, value, file)
