@@ -44,10 +44,7 @@ AWAITED = [
     ),
     (r"\btime\.sleep\(", "await anyio.sleep("),
     (r"^import time$", "import anyio"),
-    (
-        r"(?<![\w.\"`])(Buffers?|Graphs?|Worker|Model|Runs|Ops|Client|Runner|Channel|Shards?)(?=[\](:,)]| *$)",
-        r"Async\1",
-    ),
+    (r"(?<![\w.\"`])(Buffers?|Graphs|Worker|Model|Runs|Ops|Client|Runner|Channel|Shards?)(?=[\](:,)]| *$)", r"Async\1"),
     (
         r"from gradserve_client\.(?:_http\.)?(\w+) import (?=Async|channel|together|added)",
         r"from gradserve_client._async.\1 import ",
@@ -80,7 +77,6 @@ def generated() -> dict[Path, str]:
         "_adding.py",
         "buffer.py",
         "buffers.py",
-        "graph.py",
         "worker.py",
         "model.py",
         "graphs.py",
