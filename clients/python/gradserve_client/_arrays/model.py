@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
@@ -14,13 +13,12 @@ from gradserve_client._arrays.leaves import FLOAT_DTYPES, HALF_DTYPES, Leaf, is_
 from gradserve_client._arrays.tree import filled, flattened, leaves_of
 from gradserve_client._runs.parts import Layout, Part
 from gradserve_client._runs.summed import Summed
-from gradserve_client._wire.codes import FEWEST
 from gradserve_client._wire.tensors import Array
 from gradserve_client.errors import InvalidInput
 from gradserve_client.rows import Gradient
 
 
-class Model:
+class Model(Layout):
     """The arrays of a tree, and their buffers, each of at most `limit` bytes.
 
     Raises `InvalidInput` for a tree that cannot be accumulated.
@@ -40,13 +38,8 @@ class Model:
             name: Part(leaf.shape, sum_dtype(leaf.real_dtype), _answered(leaf, pulled))
             for name, leaf in self._leaves.items()
         }
-        self._layout = Layout(wholes, limit)
+        super().__init__(wholes, limit)
         self._weights = _hash(numbers_of(arrays[leaf.name], repr(leaf.name)) for leaf in self._leaves.values())
-
-    @property
-    def parts(self) -> dict[str, Part]:
-        """The buffers by their names."""
-        return self._layout.parts
 
     def form(self) -> str:
         """Return what the trees of all workers have alike."""
@@ -77,16 +70,16 @@ class Model:
 
     def numbers(self, gradients: Mapping[str, Gradient], weight: float) -> tuple[dict[str, Gradient], set[str]]:
         """Return the numbers of all buffers, and the buffers that have a gradient. Weight 0 has none."""
-        return self._layout.numbers(gradients if weight else {})
+        return self.spread(gradients if weight else {})
 
     def tree(self, summed: Summed, *, zeros: bool) -> Any:
         """Return a tree of the sums. Those that nobody had are None, or `zeros`."""
         return filled(
             self._tree,
             {
-                leaf.name: leaf.restored(self._layout.joined(name, summed.values))
+                leaf.name: leaf.restored(self.joined(name, summed.values))
                 for name, leaf in self._leaves.items()
-                if summed.has(self._layout.names(name), zeros=zeros)
+                if summed.has(self.names(name), zeros=zeros)
             },
         )
 
@@ -94,9 +87,7 @@ class Model:
 def _answered(leaf: Leaf, wire: str | None) -> str | None:
     """Return the dtype of a sum in an answer, if that is half precision, or 8 bits."""
     own = leaf.real_dtype.name
-    if wire == "int8":
-        return wire if math.prod(leaf.shape) >= FEWEST else None
-    return own if own in HALF_DTYPES else wire
+    return own if own in HALF_DTYPES and wire != "int8" else wire
 
 
 def _hash(arrays: Iterable[Array]) -> str:

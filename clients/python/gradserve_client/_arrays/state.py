@@ -15,7 +15,7 @@ from gradserve_client.errors import InvalidInput, mistaken
 from gradserve_client.rows import Gradient
 
 
-class State:
+class State(Layout):
     """The arrays of a tree, in parts of at most `limit` bytes. Integers travel as float64."""
 
     def __init__(self, nest: Any, prefix: str, limit: int) -> None:
@@ -23,28 +23,19 @@ class State:
         """The tree; after `set`, a tree with other arrays."""
         self._tree, self._arrays = flattened(nest)
         self._leaves = leaves(self._arrays, prefix)
-        self._layout = Layout(
+        super().__init__(
             {name: Part(leaf.shape, _sent_dtype(leaf), None) for name, leaf in self._leaves.items()}, limit
         )
 
-    @property
-    def parts(self) -> dict[str, Part]:
-        """The buffers on the server by their names."""
-        return self._layout.parts
-
     def numbers(self) -> dict[str, Gradient]:
         """Return the numbers of all parts. Raises `InvalidInput` for integers beyond 2**53."""
-        numbers: dict[str, Gradient] = {}
-        for name, leaf in self._leaves.items():
-            numbers |= self._layout.divided(name, _numbers(self._arrays[leaf.name], leaf))
-        return numbers
+        return self.spread({name: _numbers(self._arrays[leaf.name], leaf) for name, leaf in self._leaves.items()})[0]
 
     def set(self, numbers: Mapping[str, Array]) -> None:
         """Make a tree of these numbers."""
         rest = dict(numbers)
         self.nest = filled(
-            self._tree,
-            {leaf.name: leaf.restored(self._layout.joined(name, rest)) for name, leaf in self._leaves.items()},
+            self._tree, {leaf.name: leaf.restored(self.joined(name, rest)) for name, leaf in self._leaves.items()}
         )
 
 

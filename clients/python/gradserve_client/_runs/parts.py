@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 import numpy as np
 
+from gradserve_client._wire.codes import FEWEST
 from gradserve_client._wire.tensors import Array
 from gradserve_client.rows import Gradient, Rows
 
@@ -56,8 +57,13 @@ class Part:
 
 
 def parts(name: str, shape: tuple[int, ...], dtype: str, answered: str | None, limit: int) -> dict[str, Part]:
-    """Return the buffers of a parameter, each of at most `limit` bytes: one, or several for ranges of it."""
+    """Return the buffers of a parameter, each of at most `limit` bytes: one, or several for ranges of it.
+
+    Only a parameter of `FEWEST` numbers or more is answered in 8 bits.
+    """
     length, size = max(limit // _ITEM_BYTES[dtype], 1), math.prod(shape)
+    if answered == "int8" and size < FEWEST:
+        answered = None
     if size <= length:
         return {name: Part(shape, dtype, answered)}
     row = shape[1:] if math.prod(shape[1:]) <= length else ()
@@ -75,13 +81,10 @@ class Layout:
     def __init__(self, wholes: Mapping[str, Part], limit: int) -> None:
         self._wholes = wholes
         self._parts = {name: parts(name, one.shape, one.dtype, one.answered, limit) for name, one in wholes.items()}
-
-    @property
-    def parts(self) -> dict[str, Part]:
+        self.parts = {name: part for some in self._parts.values() for name, part in some.items()}
         """The buffers by their names."""
-        return {name: part for some in self._parts.values() for name, part in some.items()}
 
-    def numbers(self, wholes: Mapping[str, Gradient]) -> tuple[dict[str, Gradient], set[str]]:
+    def spread(self, wholes: Mapping[str, Gradient]) -> tuple[dict[str, Gradient], set[str]]:
         """Return the numbers of all buffers, and the buffers of these arrays. The other buffers get zero."""
         zero: Gradient = np.zeros((), np.float32)  # broadcasts to every shape
         numbers, used = dict.fromkeys(self.parts, zero), set[str]()

@@ -15,7 +15,7 @@ from gradserve_client.errors import InvalidInput, mistaken
 from gradserve_client.rows import Gradient
 
 
-class Model:
+class Model(Layout):
     """The trained parameters of a model, and their buffers, each of at most `limit` bytes.
 
     Raises `InvalidInput` for a model that cannot be accumulated.
@@ -29,14 +29,9 @@ class Model:
         self._trained = {buffer_name(prefix, one.name): one for one in by_name}
         if not self._trained:
             raise InvalidInput("The model has no parameter that requires a gradient")
-        self._layout = Layout(
+        super().__init__(
             {name: Part(one.shape, one.sum_dtype, one.answered(pulled)) for name, one in self._trained.items()}, limit
         )
-
-    @property
-    def parts(self) -> dict[str, Part]:
-        """The buffers by their names."""
-        return self._layout.parts
 
     def form(self) -> str:
         """Return what the models of all workers have alike."""
@@ -76,7 +71,7 @@ class Model:
         wholes = {  # at weight 0 too: all ranks of a DTensor do this
             name: gradient_of(gradient, self._trained[name].name, self._wire) for name, gradient in gradients.items()
         }
-        return self._layout.numbers(wholes if weight else {})
+        return self.spread(wholes if weight else {})
 
     def clear(self, sent: Mapping[str, Any]) -> None:
         """Set the gradients to None after these were sent."""
@@ -96,9 +91,9 @@ class Model:
         )
 
     def _gradient(self, name: str, one: Trained, summed: Summed, zeros: bool) -> Any:
-        if not summed.has(self._layout.names(name), zeros=zeros):
+        if not summed.has(self.names(name), zeros=zeros):
             return None
-        return one.gradient(self._layout.joined(name, summed.values).reshape(one.shape))
+        return one.gradient(self.joined(name, summed.values).reshape(one.shape))
 
     def check(self) -> None:
         """Raise `InvalidInput` if the model trains other parameters than before, or the same as a wider dtype."""

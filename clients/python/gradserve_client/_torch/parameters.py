@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 
 from gradserve_client._torch import torch
 from gradserve_client._torch.names import plain_names
-from gradserve_client._wire.codes import FEWEST
 from gradserve_client._wire.tensors import Array, as_array
 from gradserve_client.errors import InvalidInput
 from gradserve_client.rows import Gradient, Rows
@@ -60,7 +58,7 @@ class Trained:
     def answered(self, wire: Any) -> str | None:
         """Return the dtype of the sum in an answer, if that is half precision, or 8 bits."""
         if wire == "int8":
-            return "int8" if math.prod(self.shape) >= FEWEST else None
+            return "int8"
         if getattr(self.parameter, "grad_dtype", self.dtype) is None:
             return wire and dtype_name(wire)
         dtype = min((self.dtype, wire or self.dtype), key=lambda dtype: dtype.itemsize)

@@ -18,7 +18,7 @@ _SENT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that are sent as they are. Integers travel as float64, and complex numbers as pairs."""
 
 
-class State:
+class State(Layout):
     """The parameters and buffers of a model, also the frozen ones, in parts of at most `limit` bytes.
 
     Raises `InvalidInput` if one of them cannot be set.
@@ -30,27 +30,20 @@ class State:
             if (fault := _fault(tensor)) is not None:
                 raise InvalidInput(f"{name!r} {fault}")
         self._tensors = {buffer_name(prefix, plain): named[name] for name, plain in plain_names(named).items()}
-        self._layout = Layout(
+        super().__init__(
             {name: Part(_shape(one), dtype_name(_sent_dtype(one)), None) for name, one in self._tensors.items()}, limit
         )
 
-    @property
-    def parts(self) -> dict[str, Part]:
-        """The buffers on the server by their names."""
-        return self._layout.parts
-
     def numbers(self) -> dict[str, Gradient]:
         """Return the numbers of all parts. Raises `InvalidInput` for integers beyond 2**53."""
-        numbers: dict[str, Gradient] = {}
-        for name, tensor in self._tensors.items():
-            numbers |= self._layout.divided(name, numbers_of(_as_sent(tensor.detach(), name), name))
-        return numbers
+        tensors = self._tensors.items()
+        return self.spread({name: numbers_of(_as_sent(one.detach(), name), name) for name, one in tensors})[0]
 
     def set(self, numbers: Mapping[str, Array]) -> None:
         """Set all tensors, or none."""
         found, rest = {}, dict(numbers)
         for name, tensor in self._tensors.items():
-            whole = self._layout.joined(name, rest).reshape(_shape(tensor))
+            whole = self.joined(name, rest).reshape(_shape(tensor))
             one = tensor_of(whole, tensor.dtype).to(tensor.device, tensor.dtype)
             form = sparse_form(tensor)
             found[name] = distributed(one, tensor) if form is None else one.to_sparse(**form)
