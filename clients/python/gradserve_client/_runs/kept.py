@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -12,6 +12,7 @@ from gradserve_client._adding import added
 from gradserve_client._http.placement import balanced
 from gradserve_client._runs.parts import Part
 from gradserve_client._wire import bulk
+from gradserve_client._wire.pushes import packed
 from gradserve_client._wire.tensors import Array
 from gradserve_client.client import Client
 from gradserve_client.errors import StepGone, StepOpen
@@ -128,21 +129,10 @@ class Kept:
         return (int(step), int(number)), places
 
     def _read(self, steps: Mapping[str, tuple[int, int]]) -> dict[str, Array]:
+        """Return the values. A request is for buffers that are in one step, and fit into an answer."""
         found: dict[str, Array] = {}
-        for step, names in self._requests(steps):
-            found |= self._server.buffers.value(names, step=step)
-        return found
-
-    def _requests(self, steps: Mapping[str, tuple[int, int]]) -> Iterator[tuple[int, list[str]]]:
-        """Yield names whose buffers are in one step and fit into an answer, each with the step."""
         for step in sorted({at for at, _ in steps.values()}):
-            names, size = list[str](), 0
-            for name, (at, nbytes) in steps.items():
-                if at != step:
-                    continue
-                if names and size + nbytes > self._request_bytes:
-                    yield step, names
-                    names, size = [], 0
-                names.append(name)
-                size += nbytes
-            yield step, names
+            sizes = {name: nbytes for name, (at, nbytes) in steps.items() if at == step}
+            for names in packed(sizes, self._request_bytes):
+                found |= self._server.buffers.value(names, step=step)
+        return found

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
 
 from gradserve_client._wire.codes import FEWEST
+from gradserve_client._wire.pushes import packed
 from gradserve_client._wire.tensors import Array
 from gradserve_client.rows import Gradient, Rows
-
-MAX_GROUP_BUFFERS = 4096
-"""Buffers in one request at most: the server allows 16384 tensors, and each costs it 20 us."""
-
 
 BUFFER_BYTES = 320
 """Bytes of a request for a buffer beside its numbers: its name of up to 200 characters in JSON, and its tally."""
@@ -150,21 +147,8 @@ class Round:
 
 def rounds(parts: Mapping[str, Part], places: Mapping[str, str], limit: int) -> list[Round]:
     """Return the buffers in rounds whose groups have at most `limit` bytes. All workers of a model agree."""
-    by_place: dict[str, list[str]] = {}
-    for name in parts:
-        by_place.setdefault(places.get(name, ""), []).append(name)
-    groups = [list(_packed(names, parts, limit)) for _, names in sorted(by_place.items())]
+    sizes: dict[str, dict[str, int]] = {}
+    for name, part in parts.items():
+        sizes.setdefault(places.get(name, ""), {})[name] = part.nbytes + BUFFER_BYTES
+    groups = [[Group(tuple(names)) for names in packed(some, limit)] for _, some in sorted(sizes.items())]
     return [Round(tuple(group for group in one if group is not None)) for one in zip_longest(*groups)]
-
-
-def _packed(names: Sequence[str], parts: Mapping[str, Part], limit: int) -> Iterator[Group]:
-    some: list[str] = []
-    held = 0
-    for name in names:
-        size = parts[name].nbytes + BUFFER_BYTES
-        if some and (held + size > limit or len(some) == MAX_GROUP_BUFFERS):
-            yield Group(tuple(some))
-            some, held = [], 0
-        some.append(name)
-        held += size
-    yield Group(tuple(some))

@@ -110,8 +110,11 @@ def _check_each(sizes: Mapping[str, int], limit: int) -> None:
             )
 
 
-def packed(sizes: Mapping[str, int], limit: int, count: int) -> Iterator[list[str]]:
-    """Yield the names in parts of at most `limit` bytes and `count` buffers, or of one buffer."""
+def packed(sizes: Mapping[str, int], limit: int, count: int = PART_BUFFERS) -> Iterator[list[str]]:
+    """Yield the names in parts of at most `limit` bytes and `count` buffers, or of one buffer.
+
+    All workers of a run divide its buffers by this, also those with another version of the client.
+    """
     some: list[str] = []
     held = 0
     for name, size in sizes.items():
@@ -135,7 +138,7 @@ def travelling(arrays: Mapping[str, Array], wire_dtype: str | None) -> dict[str,
 def overwrites(arrays: Mapping[str, Array | Coded], most: int, key: str) -> Iterator[Call[Receipts]]:
     """Yield the requests that write arrays over buffers, each of up to half of what the server takes in bytes."""
     sizes = {name: array.nbytes for name, array in arrays.items()}
-    for number, names in enumerate(packed(sizes, min(PART_BYTES, most // 2), PART_BUFFERS)):
+    for number, names in enumerate(packed(sizes, min(PART_BYTES, most // 2))):
         some = {name: arrays[name] for name in names}
         more: Any = {"weight": 1.0, "step": None, "contributor": None}
         yield accumulate(some, overwrite=True, idempotency_key=f"{key}-{number}" if number else key, **more)
