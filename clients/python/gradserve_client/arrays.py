@@ -68,7 +68,7 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
         return Model(model, self._prefix, _dtype_name(wire), _dtype_name(pulled), limit)
 
     def _kept_source(self, model: Any, optimizer: Any, limit: int) -> Source:
-        return Source(optimizer, limit)
+        return Source(optimizer, f"{self._prefix}::kept.", limit)
 
     @overload
     def push(

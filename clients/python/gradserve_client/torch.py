@@ -63,7 +63,7 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
         return torch.tensor(residual)  # which torch.load reads with weights_only
 
     def _kept_source(self, model: torch.nn.Module, optimizer: Any, limit: int) -> Source:
-        return Source(model, optimizer, limit)
+        return Source(model, optimizer, f"{self._prefix}::kept.", limit)
 
     @overload
     def push(

@@ -64,19 +64,15 @@ class Source:
     The callable returns the tree, and takes another: `optimizer()`, `optimizer(tree)`.
     """
 
-    def __init__(self, given: Any, limit: int) -> None:
+    def __init__(self, given: Any, prefix: str, limit: int) -> None:
         if not (isinstance(given, MutableMapping) or callable(given)):
             raise mistaken("optimizer", f"is of type {type(given).__name__}, but must be a dict, or a callable")
-        self._given, self._limit, self._prefix = given, limit, "state."
+        self._given, self._prefix, self._limit = given, prefix, limit
 
     @property
     def nbytes(self) -> int:
         """How many bytes it has."""
         return sum(part.nbytes for part in self._state().parts.values())
-
-    def begin(self, prefix: str) -> None:
-        """Let the names of its buffers begin with this."""
-        self._prefix = prefix
 
     def _state(self) -> State:
         return State(self._given() if callable(self._given) else dict(self._given), self._prefix, self._limit)

@@ -35,9 +35,6 @@ class Source(Protocol):
     def nbytes(self) -> int:
         """About how many bytes it has, also before the first step."""
 
-    def begin(self, prefix: str) -> None:
-        """Let the names of its buffers begin with this."""
-
     def content(self) -> tuple[Mapping[str, Part], Mapping[str, Gradient]]:
         """Return the buffers by their names, and their numbers."""
 
@@ -53,7 +50,7 @@ class Kept:
     """
 
     def __init__(self, server: Client, name: str, life: str, urls: Sequence[str], request_bytes: int, ttl: Any) -> None:
-        self._server, self._urls, self._request_bytes, self.prefix = server, urls, request_bytes, f"{name}."
+        self._server, self._urls, self._request_bytes = server, urls, request_bytes
         self._rules: Any = {"quorum": 1, "keep": _KEEP, "ttl_seconds": ttl, "life": life}
         self._name, self._made = name, set[str]()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -113,11 +113,10 @@ class Place(Generic[M, D]):
         pulled: Any = pull_dtype or ("bfloat16" if is_coded else wire_dtype)
         self._model = self._adapted(model, narrow, pulled, request_bytes)
         self._feedback = Feedback(self._model.parts) if is_coded else None
-        self._source = None if optimizer is None else self._kept_source(model, optimizer, request_bytes)
-        if self._source is not None:
-            state_every = every(state_every, self._model.parts, self._source, rules)
+        source = None if optimizer is None else self._kept_source(model, optimizer, request_bytes)
+        if source is not None:
+            state_every = every(state_every, self._model.parts, source, rules)
             given["keep"] = max(keep, state_every + SPARE_STEPS)
-        ttl_seconds = rules.get("ttl_seconds")
         self._loss = loss_name(self._prefix, self._model.parts, loss)
         self._sums = Sums(server, self._model.parts, given, request_bytes, self._loss)
         places = self._sums.found_places(self._prefix) if len(server.urls) > 1 else {}
@@ -133,27 +132,22 @@ class Place(Generic[M, D]):
             first.check(has_pushes=count > 0)
         self._joining = Joining(first, run, step, cares=start == "any", has_begun=self._member.has_begun)
         self._pushes = Pushes(self._sums, self._member, worker, step, new_run(run))
-        kept = partial(Kept, server, life=self._member.life, urls=self._member.urls, request_bytes=request_bytes)
-        self._sent, state = (
-            kept(f"{self._prefix}::state", ttl=ttl_seconds),
-            kept(f"{self._prefix}::kept", ttl=ttl_seconds),
-        )
-        self._resuming = self._new_resuming(state, state_every or 0, rules.get("contributors"))
-        if step and self._resuming is not None and not self._resuming.goes_on(self._pushes, self._joining):
-            raise Conflict(
-                f"{first_new_run(run)}, or load this worker's state_dict() without optimizer=. The run"
-                f" {self._member.run!r} is in step {step}, and its state is not on the server"
-            )
-        if step and self._source is None and start == "same":
+        life, urls, ttl = self._member.life, self._member.urls, rules.get("ttl_seconds")
+        kept = partial(Kept, server, life=life, urls=urls, request_bytes=request_bytes, ttl=ttl)
+        self._sent = kept(f"{self._prefix}::state")
+        self._resuming: Resuming | None = None
+        if source is not None:
+            state, contributors = kept(f"{self._prefix}::kept"), rules.get("contributors") or ()
+            self._resuming = Resuming(state, source, self._sums, self._member, state_every or 0, worker, contributors)
+            if step and not self._resuming.goes_on(self._pushes, self._joining):
+                raise Conflict(
+                    f"{first_new_run(run)}, or load this worker's state_dict() without optimizer=. The run"
+                    f" {self._member.run!r} is in step {step}, and its state is not on the server"
+                )
+        elif step and start == "same":
             logger.warning(BEHIND, self._member.run, step, new_run(run))
         self._calls = self.step, 0
         """The calls of `broadcast_parameters` in a step."""
-
-    def _new_resuming(self, kept: Kept, state_every: int, contributors: Sequence[str] | None) -> Resuming | None:
-        if self._source is None:
-            return None
-        self._source.begin(kept.prefix)
-        return Resuming(kept, self._source, self._sums, self._member, state_every, self._worker, contributors or ())
 
     @classmethod
     def from_env(cls, model: M, server: Client, *, run: str, **given: Any) -> Self:

@@ -88,20 +88,16 @@ class OptimizerState:
 class Source:
     """A model and its optimizer, as the server keeps them."""
 
-    def __init__(self, model: Any, optimizer: Any, limit: int) -> None:
+    def __init__(self, model: Any, optimizer: Any, prefix: str, limit: int) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise mistaken("optimizer", f"is of type {type(optimizer).__name__}, but must be an optimizer of PyTorch")
-        self._model, self._optimizer, self._limit, self._prefix = model, optimizer, limit, ""
+        self._model, self._optimizer, self._prefix, self._limit = model, optimizer, prefix, limit
 
     @property
     def nbytes(self) -> int:
         """About how many bytes it has, also before the first step."""
         size: int = sum(one.numel() * one.element_size() for one in self._model.parameters())
         return (1 + MOMENTS) * size
-
-    def begin(self, prefix: str) -> None:
-        """Let the names of its buffers begin with this."""
-        self._prefix = prefix
 
     def _halves(self) -> tuple[State, OptimizerState]:
         optimizer = OptimizerState(self._optimizer, f"{self._prefix}optimizer.", self._limit)
