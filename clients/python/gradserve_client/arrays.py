@@ -64,11 +64,11 @@ class GradientAccumulator(Accumulator[Any, npt.DTypeLike]):
             check_choice("wire_dtype", _dtype_name(dtype), (*HALF_DTYPES, "int8"))
 
     def _adapted(self, model: Any, wire: Any, pulled: Any, limit: int) -> Model:
-        self._new_state = partial(State, prefix=f"{self._prefix}::state.", limit=limit)
-        return Model(model, self._prefix, _dtype_name(wire), _dtype_name(pulled), limit)
+        self._new_state = partial(State, prefix=f"{self.prefix}::state.", limit=limit)
+        return Model(model, self.prefix, _dtype_name(wire), _dtype_name(pulled), limit)
 
     def _kept_source(self, model: Any, optimizer: Any, limit: int) -> Source:
-        return Source(optimizer, f"{self._prefix}::kept.", limit)
+        return Source(optimizer, f"{self.prefix}::kept.", limit)
 
     @overload
     def push(

@@ -162,7 +162,7 @@ class Model(Worker):
         array([1.], dtype=float32)
         """
         self._joined()
-        prefix = f"{self._prefix}{training.STATE['parameters']}."
+        prefix = f"{self.prefix}{training.STATE['parameters']}."
         values = self._buffers.value(prefix=prefix)
         return {name.removeprefix(prefix): value for name, value in values.items()}
 
@@ -177,14 +177,14 @@ class Model(Worker):
         0
         """
         run = self._joined()
-        found = self._buffers.list(self._prefix)
+        found = self._buffers.list(self.prefix)
         with files.writing(Path(path)) as write:
-            values = self._runner.run(run.values(checkpoint.kept(self._prefix, found)))
+            values = self._runner.run(run.values(checkpoint.kept(self.prefix, found)))
             for _ in range(checkpoint.LOOKS):
-                if not checkpoint.is_between(self._prefix, values):
+                if not checkpoint.is_between(self.prefix, values):
                     break
                 time.sleep(checkpoint.PAUSE)
-                values = self._runner.run(run.values(checkpoint.kept(self._prefix, found)))
+                values = self._runner.run(run.values(checkpoint.kept(self.prefix, found)))
             else:
                 raise training.under_way(self._name)
             step, tensors = checkpoint.of_values(run, values)

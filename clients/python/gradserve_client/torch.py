@@ -56,14 +56,14 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
         check_choice("wire_dtype", dtype, (None, *HALF_DTYPES, "int8"))
 
     def _adapted(self, model: torch.nn.Module, wire: Any, pulled: Any, limit: int) -> Model:
-        self._new_state = partial(State, model, f"{self._prefix}::state.", limit)
-        return Model(model, self._prefix, wire, torch.bfloat16 if pulled == "bfloat16" else pulled, limit)
+        self._new_state = partial(State, model, f"{self.prefix}::state.", limit)
+        return Model(model, self.prefix, wire, torch.bfloat16 if pulled == "bfloat16" else pulled, limit)
 
     def _as_state(self, residual: Array) -> torch.Tensor:
         return torch.tensor(residual)  # which torch.load reads with weights_only
 
     def _kept_source(self, model: torch.nn.Module, optimizer: Any, limit: int) -> Source:
-        return Source(model, optimizer, f"{self._prefix}::kept.", limit)
+        return Source(model, optimizer, f"{self.prefix}::kept.", limit)
 
     @overload
     def push(

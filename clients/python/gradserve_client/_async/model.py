@@ -150,7 +150,7 @@ class AsyncModel(AsyncWorker):
     async def parameters(self) -> dict[str, Array]:
         """Return the parameters by name, all of the same step."""
         await self._joined()
-        prefix = f"{self._prefix}{training.STATE['parameters']}."
+        prefix = f"{self.prefix}{training.STATE['parameters']}."
         values = await self._buffers.value(prefix=prefix)
         return {name.removeprefix(prefix): value for name, value in values.items()}
 
@@ -162,14 +162,14 @@ class AsyncModel(AsyncWorker):
         for long: its worker may be dead, and another one has to call `optim_step`.
         """
         run = await self._joined()
-        found = await self._buffers.list(self._prefix)
+        found = await self._buffers.list(self.prefix)
         with files.writing(Path(path)) as write:
-            values = await self._runner.run(run.values(checkpoint.kept(self._prefix, found)))
+            values = await self._runner.run(run.values(checkpoint.kept(self.prefix, found)))
             for _ in range(checkpoint.LOOKS):
-                if not checkpoint.is_between(self._prefix, values):
+                if not checkpoint.is_between(self.prefix, values):
                     break
                 await anyio.sleep(checkpoint.PAUSE)
-                values = await self._runner.run(run.values(checkpoint.kept(self._prefix, found)))
+                values = await self._runner.run(run.values(checkpoint.kept(self.prefix, found)))
             else:
                 raise training.under_way(self._name)
             step, tensors = checkpoint.of_values(run, values)

@@ -43,7 +43,9 @@ class AsyncWorker:
     ) -> None:
         self._runner, self.name = runner, as_name(name)
         own = name if run is None else run
-        self._prefix, self._name = checked_prefix(own, None), run_name(own)
+        self.prefix = checked_prefix(own, None)
+        """What the names of the run's buffers begin with."""
+        self._name = run_name(own)
         self._buffers = AsyncBuffers(runner)
         self._info: GraphInfo | None = None
         self._worker = None if worker is None else as_contributor(worker, "worker")
@@ -58,11 +60,6 @@ class AsyncWorker:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, prefix={self.prefix!r} at {self._runner.place_of(self.name)})"
-
-    @property
-    def prefix(self) -> str:
-        """What the names of the run's buffers begin with."""
-        return self._prefix
 
     @property
     def step(self) -> int:
@@ -87,7 +84,7 @@ class AsyncWorker:
         buffers take their place, too: `{"parameters": server.buffers["exp1.p.*"]}`.
         """
         info = self._info or await self.info()
-        given = {} if self._run is None else training.sources_of(self._prefix, info, tensors)
+        given = {} if self._run is None else training.sources_of(self.prefix, info, tensors)
         return await self._runner.run(graphs.run(info, {**tensors, **given}, outputs, seed))
 
     async def evaluate(self, tensors: Mapping[str, Input | Inputs], *, outputs: Sequence[str] = ()) -> dict[str, Array]:
@@ -99,7 +96,7 @@ class AsyncWorker:
         """
         info = self._info or await self.info()
         wanted = [*dict.fromkeys([*(["loss"] if "loss" in info.outputs else []), *outputs])] or None
-        given = {**tensors, **training.sources_of(self._prefix, info, tensors)}
+        given = {**tensors, **training.sources_of(self.prefix, info, tensors)}
         try:
             return await self._runner.run(graphs.run(info, given, wanted, form="inference"))
         except NotFound as error:
@@ -115,7 +112,7 @@ class AsyncWorker:
         ONNX Runtime computes from the file what `evaluate` does. It joins no run. Raises `NotFound` if the run has not
         begun, and what `save` raises.
         """
-        buffers = training.sources_of(self._prefix, self._info or await self.info())
+        buffers = training.sources_of(self.prefix, self._info or await self.info())
         with files.writing(Path(path)) as write:
             for _ in range(checkpoint.LOOKS):
                 content, versions = await self._runner.run(graphs.content(self.name, buffers))
@@ -124,7 +121,7 @@ class AsyncWorker:
                 await anyio.sleep(checkpoint.PAUSE)
             else:
                 raise training.under_way(self._name)
-            first = [one.name for one in await self._buffers.list(f"{self._prefix}::first")]
+            first = [one.name for one in await self._buffers.list(f"{self.prefix}::first")]
             before = await self._buffers.value(first) if first else {}
             write(content)
         return sum(map(int, before.values())) + versions["parameters"] - 1
@@ -154,16 +151,16 @@ class AsyncWorker:
         info = self._info or await self.info()
         training.check_trains(info)
         await self._enter(info)
-        found = {one.name: one for one in await self._buffers.list(self._prefix)}
-        if training.is_started(self._prefix, info, found):
-            training.follow(self._prefix, self._rules, found)
+        found = {one.name: one for one in await self._buffers.list(self.prefix)}
+        if training.is_started(self.prefix, info, found):
+            training.follow(self.prefix, self._rules, found)
         else:
             await self._begin(info, files.read_all(Path(weights)) if isinstance(weights, str | Path) else weights)
-            found = {one.name: one for one in await self._buffers.list(self._prefix)}
-        names = [name for name in found if name == f"{self._prefix}::first"]
+            found = {one.name: one for one in await self._buffers.list(self.prefix)}
+        names = [name for name in found if name == f"{self.prefix}::first"]
         first = await self._buffers.value(names) if names else {}
-        self._run = training.joined(self._prefix, info, found, self._worker, self._sender, self._life, first)
-        self._kept, self._step, self._number = {*found}, training.steps_done(self._prefix, info, found), 0
+        self._run = training.joined(self.prefix, info, found, self._worker, self._sender, self._life, first)
+        self._kept, self._step, self._number = {*found}, training.steps_done(self.prefix, info, found), 0
         self._free.clear()
         return self.step
 
@@ -173,8 +170,8 @@ class AsyncWorker:
             self._name,
             worker=self._worker,
             token=self._token,
-            prefix=self._prefix,
-            buffer=f"{self._prefix}loss",
+            prefix=self.prefix,
+            buffer=f"{self.prefix}loss",
             form=training.form(info),
             start={},
             life=self._life,
@@ -188,15 +185,15 @@ class AsyncWorker:
 
     async def _begin(self, info: GraphInfo, weights: Mapping[str, TensorLike] | None) -> None:
         """Create the buffers of the run, and write the weights."""
-        given = {} if weights is None else checkpoint.in_buffers(self._prefix, info, weights)
+        given = {} if weights is None else checkpoint.in_buffers(self.prefix, info, weights)
         specs = {name: BufferSpec(shape=array.shape, dtype=array.dtype) for name, array in given.items()}
-        specs |= training.summed(self._prefix, info, self._rules)
+        specs |= training.summed(self.prefix, info, self._rules)
         for spec in specs.values():
             spec["life"] = self._life
         await self._buffers.create_many(specs)
-        key = training.key(self._prefix, self._life, "start")
+        key = training.key(self.prefix, self._life, "start")
         try:
-            if own := training.own_groups(self._prefix, info, given):
+            if own := training.own_groups(self.prefix, info, given):
                 content, _ = await self._runner.run(graphs.content(self.name))
                 await self._runner.run(graphs.put(self.name, content, info.options, own, None, self._life))
             if given:

@@ -106,7 +106,8 @@ class Place(Generic[M, D]):
         given: dict[str, Any] = {"keep": keep, "nonfinite": nonfinite, "per_contributor": MOST_PUSHES, **rules}
         check_rules({**given, **rules_json(rules)})
         check_worker(worker, rules.get("contributors"))
-        self._prefix = checked_prefix(run, prefix)
+        self.prefix = checked_prefix(run, prefix)
+        """What the names of all buffers begin with."""
         self._server, self._timeout = server, timeout
         self._reduce, self._unused, self._worker = reduce, unused, worker
         request_bytes = fitting(server, request_bytes)
@@ -117,13 +118,13 @@ class Place(Generic[M, D]):
         if source is not None:
             state_every = every(state_every, self._model.parts, source, rules)
             given["keep"] = max(keep, state_every + SPARE_STEPS)
-        self._loss = loss_name(self._prefix, self._model.parts, loss)
+        self._loss = loss_name(self.prefix, self._model.parts, loss)
         self._sums = Sums(server, self._model.parts, given, request_bytes, self._loss)
-        places = self._sums.found_places(self._prefix) if len(server.urls) > 1 else {}
+        places = self._sums.found_places(self.prefix) if len(server.urls) > 1 else {}
         server.place(places)
         self._first = first = Start(run, self._model, given)
         form = form_of(self._model, request_bytes, has_loss=loss)
-        self._member = Member(server, run, self._prefix, worker, form, first.own)
+        self._member = Member(server, run, self.prefix, worker, form, first.own)
         first.first = self._member.join(self._sums.buffers(places)).start
         self._sums.life = self._member.life
         self._open(places)
@@ -134,10 +135,10 @@ class Place(Generic[M, D]):
         self._pushes = Pushes(self._sums, self._member, worker, step, new_run(run))
         life, urls, ttl = self._member.life, self._member.urls, rules.get("ttl_seconds")
         kept = partial(Kept, server, life=life, urls=urls, request_bytes=request_bytes, ttl=ttl)
-        self._sent = kept(f"{self._prefix}::state")
+        self._sent = kept(f"{self.prefix}::state")
         self._resuming: Resuming | None = None
         if source is not None:
-            state, contributors = kept(f"{self._prefix}::kept"), rules.get("contributors") or ()
+            state, contributors = kept(f"{self.prefix}::kept"), rules.get("contributors") or ()
             self._resuming = Resuming(state, source, self._sums, self._member, state_every or 0, worker, contributors)
             if step and not self._resuming.goes_on(self._pushes, self._joining):
                 raise Conflict(
@@ -172,7 +173,7 @@ class Place(Generic[M, D]):
             if self._first.has(rules := self._sums.rules()):
                 raise explained(error, f"All workers of a run give the same; {new_run(self._member.run)}") from None
             if differing := self._sums.follow(rules):
-                logger.warning(FOLLOWS, self._prefix, ", ".join(differing))
+                logger.warning(FOLLOWS, self.prefix, ", ".join(differing))
             self._sums.open(places)
 
     @abstractmethod
@@ -189,7 +190,7 @@ class Place(Generic[M, D]):
 
     def __repr__(self) -> str:
         worker = "" if self._worker is None else f"{self._worker!r}, "
-        return f"{type(self).__name__}({worker}prefix={self._prefix!r}, step={self.step}, server={self._server!r})"
+        return f"{type(self).__name__}({worker}prefix={self.prefix!r}, step={self.step}, server={self._server!r})"
 
     def __enter__(self) -> Self:
         return self
@@ -210,11 +211,6 @@ class Place(Generic[M, D]):
         """
         self._pushes.wait()
         self._member.finish()
-
-    @property
-    def prefix(self) -> str:
-        """What the names of all buffers begin with."""
-        return self._prefix
 
     @property
     def step(self) -> int:
