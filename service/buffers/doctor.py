@@ -75,7 +75,7 @@ def _examined(moment: Moment) -> Iterator[str]:
         if record is None:
             yield f"{WRONG}{name.shown} is damaged"
             continue
-        if name.push is not None:
+        if name.is_push:
             yield from _staged(moment, record)
             values.update(record.values)
             continue

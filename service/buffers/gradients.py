@@ -175,12 +175,8 @@ def of_stored(shape: tuple[int, ...], numbers: Array, others: Sequence[Array]) -
 
 def stored_bytes(gradient: Gradient) -> int:
     """Return the bytes of a gradient as it came."""
-    if isinstance(gradient, GatheredRows | Coded):
-        numbers = numbers_of(gradient)
-        return int(numbers.nbytes) + beside_bytes(numbers.shape, numbers.dtype)
-    if isinstance(gradient, Dense):
-        return int(gradient.array.nbytes)
-    return math.prod(gradient.shape) * gradient.dtype.itemsize
+    numbers = numbers_of(gradient)
+    return int(numbers.nbytes) + (0 if isinstance(gradient, Dense) else beside_bytes(numbers.shape, numbers.dtype))
 
 
 def add_piece(

@@ -22,23 +22,37 @@ def _get(txn: Transaction, namespace: str, name: str) -> Record | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PutGraph:
+class HiddenChange:
+    """A change of a graph or a run, together with those of buffers."""
+
+    name: str
+
+    def buffer(self, namespace: str) -> BufferName:
+        """Return the buffer that the graph or the run is."""
+        return BufferName(graphs_of(namespace), self.name)
+
+    def make(self, txn: Transaction, namespace: str, now: float) -> tuple[StoredGraph | None, bool]:
+        """Make the change. Return the graph that is wanted, and whether it, or the run, is new."""
+        raise NotImplementedError
+
+    def again(self, txn: Transaction, namespace: str, marks: Sequence[str]) -> tuple[StoredGraph | None, bool]:
+        """Return what `make` has returned for the same request before."""
+        return None, False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PutGraph(HiddenChange):
     """The wish for a graph of these bytes: a new one, or the one that has the same bytes and options.
 
     The caller must not change the `content` before the request is done.
     """
 
-    name: str
     content: Array
     """The bytes of the model, flat, as bool: the dtype of a byte."""
     digest: str
     options: Mapping[str, str] = field(default_factory=dict)
     created: float | None = None
     """When another store has made it; None for now."""
-
-    def buffer(self, namespace: str) -> BufferName:
-        """Return the buffer that the graph is."""
-        return BufferName(graphs_of(namespace), self.name)
 
     @classmethod
     def of(cls, name: str, content: bytes | memoryview, options: Mapping[str, str]) -> PutGraph:
@@ -81,14 +95,8 @@ class PutGraph:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeleteGraph:
+class DeleteGraph(HiddenChange):
     """The wish to delete a graph, even if it is damaged."""
-
-    name: str
-
-    def buffer(self, namespace: str) -> BufferName:
-        """Return the buffer that the graph is."""
-        return BufferName(graphs_of(namespace), self.name)
 
     def make(self, txn: Transaction, namespace: str, now: float) -> tuple[None, bool]:
         """Delete the graph. Raises `UnknownGraph`."""
@@ -100,10 +108,6 @@ class DeleteGraph:
         if record is None:
             raise unknown(self.name)
         txn.remove(record)
-        return None, False
-
-    def again(self, txn: Transaction, namespace: str, marks: Sequence[str]) -> tuple[None, bool]:
-        """Return what `make` has returned for the same request before."""
         return None, False
 
 

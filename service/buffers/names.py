@@ -89,33 +89,21 @@ class BufferName(NamedTuple):
         return self.name
 
     @property
-    def graph(self) -> BufferName | None:
-        """The name of the graph that this buffer is, with the namespace of its clients; None for another buffer.
-
-        >>> BufferName("+graphs+ann", "mlp").graph, BufferName("ann", "layer.weight").graph
-        (BufferName(namespace='ann', name='mlp'), None)
-        """
-        return self._as(_GRAPHS)
-
-    @property
-    def push(self) -> BufferName | None:
-        """The id of the push that this buffer is, with the namespace of its clients; None for another buffer."""
-        return self._as(_PUSHES)
-
-    @property
-    def run(self) -> BufferName | None:
-        """The name of the run that this buffer is, with the namespace of its clients; None for another buffer."""
-        return self._as(_RUNS)
-
-    def _as(self, hidden: str) -> BufferName | None:
-        own = self.namespace.removeprefix(hidden)
-        return None if own == self.namespace else BufferName(own, self.name)
+    def is_push(self) -> bool:
+        """Whether the buffer is an incomplete push."""
+        return self.namespace.startswith(_PUSHES)
 
     @property
     def kind(self) -> tuple[str, BufferName]:
-        """What the buffer is for clients, and the name that they know."""
-        hidden = {"push": self.push, "graph": self.graph, "run": self.run}
-        return next(((what, name) for what, name in hidden.items() if name is not None), ("buffer", self))
+        """What the buffer is for clients, and the name that they know, with the namespace of its clients.
+
+        >>> BufferName("+graphs+ann", "mlp").kind
+        ('graph', BufferName(namespace='ann', name='mlp'))
+        """
+        for what, hidden in (("push", _PUSHES), ("graph", _GRAPHS), ("run", _RUNS)):
+            if self.namespace.startswith(hidden):
+                return what, BufferName(self.namespace.removeprefix(hidden), self.name)
+        return "buffer", self
 
     @property
     def shown(self) -> str:

@@ -7,12 +7,11 @@ from copy import copy
 from dataclasses import replace
 
 from service.buffers.changes import Add, Change
-from service.buffers.graph_changes import DeleteGraph, PutGraph, marks_of
+from service.buffers.graph_changes import HiddenChange, marks_of
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, alive, check_records, check_same_buffer, perform
 from service.buffers.pushes import Part, Push, StagedPart
 from service.buffers.record import Known, Record, name_buffer
-from service.buffers.runs import RunChange
 from service.buffers.sets import Set
 from service.buffers.staging import (
     AddStaged,
@@ -55,9 +54,7 @@ def make(txn: Transaction, request: Request, namespace: str, now: float) -> Outc
     return _make_part(txn, request.part, request.changes, now)
 
 
-def _make_with_hidden(
-    txn: Transaction, request: Request, change: PutGraph | DeleteGraph | RunChange, namespace: str, now: float
-) -> Outcome:
+def _make_with_hidden(txn: Transaction, request: Request, change: HiddenChange, namespace: str, now: float) -> Outcome:
     """Make the change of a graph or a run, and those of buffers. After every error the store must undo changes."""
     if request.key is not None and txn.recall(request.key, ()) is not None:
         outcome = perform(txn, request, namespace, now)

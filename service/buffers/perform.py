@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from service.buffers.changes import Add, Change, Delete
 from service.buffers.closing import close_if_due
-from service.buffers.graph_changes import DeleteGraph, PutGraph
+from service.buffers.graph_changes import HiddenChange
 from service.buffers.graphs import StoredGraph
 from service.buffers.names import BufferName
 from service.buffers.pushes import Part
 from service.buffers.record import Key, Known, Receipt, Record, name_buffer, unknown_prefix
-from service.buffers.runs import RunChange
 from service.buffers.sets import Unchanged
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
@@ -27,9 +26,6 @@ from service.errors import (
     TooManyTensors,
     shown,
 )
-
-HiddenChange: TypeAlias = PutGraph | DeleteGraph | RunChange
-"""A change of a buffer that no client names."""
 
 
 class Wide(NamedTuple):

@@ -34,14 +34,15 @@ class Most(NamedTuple):
 
     def refusal(self, name: BufferName, count: int) -> TooManyBuffers | TooManyGraphs | None:
         """Return why the namespace of this name, which has `count` buffers or graphs, may have no further one."""
-        if name.push is not None:
+        if name.is_push:
             return None
-        what, limit = f"{name.kind[0]}s", self.buffers if name.graph is None else self.graphs
+        what, is_graph = name.kind[0], name.kind[0] == "graph"
+        limit = self.graphs if is_graph else self.buffers
         if count < limit:
             return None
-        setting = f"GRADSERVE_MAX_{'BUFFERS' if name.graph is None else 'GRAPHS'}"
-        problem = f"The namespace has {count} {what}; the limit is {limit} ({setting}): delete some first"
-        return (TooManyBuffers if name.graph is None else TooManyGraphs)(problem, limit=limit, count=count)
+        setting = f"GRADSERVE_MAX_{'GRAPHS' if is_graph else 'BUFFERS'}"
+        problem = f"The namespace has {count} {what}s; the limit is {limit} ({setting}): delete some first"
+        return (TooManyGraphs if is_graph else TooManyBuffers)(problem, limit=limit, count=count)
 
 
 def check_keys(namespace_bytes: int, max_bytes: int) -> None:

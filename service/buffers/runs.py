@@ -7,7 +7,7 @@ so an add reads nothing but the buffers that it changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -16,6 +16,7 @@ import orjson
 
 from service.buffers.changes import Change
 from service.buffers.closing import close, fulfilled
+from service.buffers.graph_changes import HiddenChange
 from service.buffers.lives import of_life, replaced
 from service.buffers.names import BufferName, runs_of
 from service.buffers.record import Receipt, Record, Spec
@@ -81,22 +82,11 @@ def unknown_run(name: str) -> UnknownRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunChange:
-    """A change of a run, together with those of its buffers."""
-
-    name: str
+class RunChange(HiddenChange):
+    """A change of a run."""
 
     def buffer(self, namespace: str) -> BufferName:
-        """Return the buffer that the run is."""
         return BufferName(runs_of(namespace), self.name)
-
-    def make(self, txn: Transaction, namespace: str, now: float) -> tuple[None, bool]:
-        """Make the change. Return whether it needs room in the store."""
-        raise NotImplementedError
-
-    def again(self, txn: Transaction, namespace: str, marks: Sequence[str]) -> tuple[None, bool]:
-        """Return what `make` has returned for the same request before."""
-        return None, False
 
 
 def _new(txn: Transaction, name: BufferName, form: Array, created: float, now: float) -> Record:

@@ -154,7 +154,13 @@ class Store(Protocol):
 
     def pushes(self, prefix: str = "", limit: int | None = None) -> list[tuple[str, Push]]:
         """Return the names of incomplete pushes with a buffer of this prefix, and the pushes, the oldest first."""
-        return listed(self._pushes(), prefix, limit)
+
+        def order(each: tuple[str, Push]) -> tuple[float, str]:
+            return each[1].began, each[0]
+
+        found = self._pushes()
+        fits = (one for one in found if not prefix or any(name.startswith(prefix) for _, name, _ in one[1].gradients))
+        return sorted(fits, key=order) if limit is None else nsmallest(limit, fits, key=order)
 
     def _pushes(self) -> Iterator[tuple[str, Push]]:
         """Yield the incomplete pushes. Few are in memory at a time: each may name thousands of buffers."""
@@ -228,19 +234,6 @@ def settle(done: Future[Outcome], outcome: Outcome) -> None:
         done.set_result(outcome)
     else:
         done.set_exception(without_traceback(outcome.refusal))
-
-
-def listed(pushes: Iterable[tuple[str, Push]], prefix: str, limit: int | None) -> list[tuple[str, Push]]:
-    """Return the pushes with a buffer of the prefix, in the order of their first parts, at most `limit`.
-
-    No others are kept in memory: a push may name thousands of buffers.
-    """
-
-    def order(each: tuple[str, Push]) -> tuple[float, str]:
-        return each[1].began, each[0]
-
-    fits = (each for each in pushes if not prefix or any(name.startswith(prefix) for _, name, _ in each[1].gradients))
-    return sorted(fits, key=order) if limit is None else nsmallest(limit, fits, key=order)
 
 
 def page(records: Iterable[Record], limit: int | None, most_bytes: int) -> list[Record]:

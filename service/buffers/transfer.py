@@ -26,7 +26,6 @@ from service.buffers.changes import Delete
 from service.buffers.graph_changes import DeleteGraph
 from service.buffers.graphs import damaged
 from service.buffers.names import BufferName, check_length, check_name, graphs_of, runs_of
-from service.buffers.packed import present
 from service.buffers.perform import Request
 from service.buffers.readonly import Moment
 from service.buffers.record import Record, name_buffer
@@ -36,13 +35,13 @@ from service.buffers.runs import Remove
 from service.buffers.specs import RULES, Rule, Spec
 from service.buffers.steps import MAX_CONTRIBUTORS, is_contributor
 from service.buffers.store import Store
-from service.buffers.transfer_graphs import MAX_SECONDS, SavedGraph
+from service.buffers.transfer_graphs import MAX_SECONDS, SavedGraph, checked
 from service.buffers.transfer_runs import SavedRun
 from service.buffers.url import opened_readonly
 from service.codecs import safetensors
 from service.dtypes import FLOATS, Array
 from service.errors import BufferCorrupt, BufferExists, InvalidParameter, MalformedBody, UnknownBuffer, shown
-from service.host.documents import DocumentInvalid, Members, check, is_number, parse
+from service.host.documents import DocumentInvalid, Members, check, is_number
 from service.host.files import named, replacing
 from service.keys import NAME, NAME_RULE
 from service.limits import Limits
@@ -154,7 +153,7 @@ def read(path: Path | None, limits: Limits, longest_name: int) -> Contents:
     metadata = safetensors.metadata_of(body, limits)
     if "buffers" not in metadata:
         raise MalformedBody(f"{what} was not written by gradserve export: its metadata lacks buffers")
-    states = _checked(what, metadata["buffers"])
+    states = checked(what, ("buffers", "buffer"), metadata["buffers"], _STATE | _LATER, _STATE.keys())
     graphs = transfer_graphs.read(what, metadata.get("graphs"), tensors)
     if unknown := sorted(tensors.keys() - states.keys() - graphs.keys()):
         raise MalformedBody(f"{what} has the tensor {shown(unknown[0])}, which its metadata does not describe")
@@ -256,37 +255,22 @@ _SPEC: Members = {
 }
 
 
-def _checked(what: str, metadata: str) -> dict[str, dict[str, Any]]:
-    """Return the state of each buffer in the file. Raises `MalformedBody` for a state that `export` cannot write."""
-    everything = f"The metadata of the buffers in {what}"
+def _spec_of(subject: str, members: dict[str, Any]) -> Spec:
     try:
-        states: dict[str, dict[str, Any]] = parse(everything, metadata)
-        if not isinstance(states, dict):
-            raise DocumentInvalid(f"{everything} is {shown(states)}, but must be an object")
-        for name, state in states.items():
-            subject = f"The metadata of the buffer {shown(name)} in {what}"
-            if isinstance(state, dict):
-                state = states[name] = {present(member): value for member, value in state.items()}
-            check(subject, state, _STATE | _LATER, _STATE.keys())
-            state["spec"] = _spec_of(subject, state["spec"])
+        check(subject, members, _SPEC, {"shape", "dtype"}, "spec.")
+        return new_spec(members)
     except DocumentInvalid as error:
         raise MalformedBody(str(error)) from None
-    return states
-
-
-def _spec_of(subject: str, members: dict[str, Any]) -> Spec:
-    check(subject, members, _SPEC, {"shape", "dtype"}, "spec.")
-    try:
-        return new_spec(members)
     except InvalidParameter as error:
         parameter = error.context["parameter"]
-        raise DocumentInvalid(f"{subject} has spec.{parameter} that no buffer can have: {error}") from None
+        raise MalformedBody(f"{subject} has spec.{parameter} that no buffer can have: {error}") from None
 
 
 def _record(what: str, name: str, state: dict[str, Any], longest_name: int) -> Record:
     full_name = BufferName.split(name)
     _check_name(what, name, full_name, longest_name)
-    spec, created, weight = state["spec"], float(state["created"]), float(state["weight"])
+    spec = _spec_of(f"The metadata of the buffer {shown(name)} in {what}", state["spec"])
+    created, weight = float(state["created"]), float(state["weight"])
     began, contributors = state.get("began"), state.get("contributors", {})
     record = Record(full_name, spec, 0, created, created, state["step"], state["version"], state["count"], weight)
     return record.changed(began=began, contributors_in=contributors)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from service.buffers.graph_changes import PutGraph
 from service.buffers.graphs import digest_of, named_graph
 from service.buffers.names import BufferName
+from service.buffers.packed import present
 from service.buffers.readonly import Moment
 from service.buffers.record import Record
 from service.codecs.safetensors import TensorType
@@ -52,7 +53,7 @@ def prefix_of(prefix: str, hidden: str) -> str:
 
 def tensor_of(graph: Record) -> str:
     """Return the name of the tensor that holds the model."""
-    name = graph.full_name.graph or graph.full_name
+    _, name = graph.full_name.kind
     return BufferName(name.namespace, ROOM + name.name).joined
 
 
@@ -76,19 +77,23 @@ def pieces(moment: Moment, graph: Record) -> Iterator[Array]:
 
 def read(what: str, metadata: str | None, tensors: Mapping[str, Array]) -> dict[str, SavedGraph]:
     """Return the graphs of a file by the names of their tensors. Raises `MalformedBody`."""
-    graphs = checked(what, ("graphs", "tensor"), metadata, _GRAPH)
+    graphs = checked(what, ("graphs", "tensor"), metadata, _GRAPH, _GRAPH.keys())
     return {tensor: _saved(what, tensor, members, tensors.get(tensor)) for tensor, members in graphs.items()}
 
 
-def checked(what: str, words: tuple[str, str], metadata: str | None, rules: Members) -> dict[str, Any]:
-    """Return the members of each graph or run in the metadata of a file. Raises `MalformedBody`."""
+def checked(
+    what: str, words: tuple[str, str], metadata: str | None, rules: Members, required: Set[str]
+) -> dict[str, Any]:
+    """Return the members of each buffer, graph or run in the metadata of a file. Raises `MalformedBody`."""
     everything = f"The metadata of the {words[0]} in {what}"
     try:
-        found: dict[str, Any] = parse(everything, metadata or "{}")
+        found: dict[str, Any] = parse(everything, "{}" if metadata is None else metadata)
         if not isinstance(found, dict):
             raise DocumentInvalid(f"{everything} is {shown(found)}, but must be an object")
         for name, members in found.items():
-            check(f"The metadata of the {words[1]} {shown(name)} in {what}", members, rules, rules.keys())
+            if isinstance(members, dict):
+                members = found[name] = {present(member): value for member, value in members.items()}
+            check(f"The metadata of the {words[1]} {shown(name)} in {what}", members, rules, required)
     except DocumentInvalid as error:
         raise MalformedBody(str(error)) from None
     return found

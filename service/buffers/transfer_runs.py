@@ -53,7 +53,7 @@ def described(moment: Moment, record: Record) -> dict[str, Any]:
 
 def read(what: str, metadata: str | None) -> list[SavedRun]:
     """Return the runs of a file. Raises `MalformedBody`."""
-    runs = checked(what, ("runs", "run"), metadata, _RUN)
+    runs = checked(what, ("runs", "run"), metadata, _RUN, _RUN.keys())
     return [_saved(BufferName.split(name), {**members}) for name, members in runs.items()]
 
 

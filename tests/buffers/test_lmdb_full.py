@@ -124,7 +124,7 @@ def test_requests_that_change_nothing_need_no_room(tmp_path: Path, clock: Clock)
 
 def test_expired_keys_make_room_in_a_full_store(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Removing one key takes little room. Removing many at once takes more than the store has."""
-    monkeypatch.setattr("service.buffers.lmdb.transaction.MARGIN_BYTES", 1 << 20)
+    monkeypatch.setattr("service.buffers.lmdb.reader.MARGIN_BYTES", 1 << 20)
     store = open_lmdb(tmp_path, clock, max_bytes=1 << 18)
     names = [f"{number}{'x' * 150}" for number in range(100)]
     create(store, *names)

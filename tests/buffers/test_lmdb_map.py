@@ -43,7 +43,7 @@ store.close()
 
 
 def test_servers_with_different_limits_share_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.buffers.lmdb.transaction.MARGIN_BYTES", 1 << 20)
+    monkeypatch.setattr("service.buffers.lmdb.reader.MARGIN_BYTES", 1 << 20)
     store = f"lmdb:{tmp_path}/store"
     with serving(store=store, store_bytes=SMALL) as url, httpx.Client(base_url=url, timeout=PATIENCE) as client:
         assert client.put("/v1/buffers/a", json={"shape": [2]}).status_code == 201

@@ -20,7 +20,8 @@ from service.api.http.exchange import Exchange
 from service.api.http.offload import INLINE_LOOKUPS, in_pool, while_connected
 from service.api.http.waiting import ANY, Waiting
 from service.buffers.changes import Change
-from service.buffers.perform import HiddenChange, Outcome, Wide
+from service.buffers.graph_changes import HiddenChange
+from service.buffers.perform import Outcome, Wide
 from service.buffers.perform import Request as StoreRequest
 from service.buffers.pushes import Part
 from service.buffers.record import Key

@@ -16,9 +16,9 @@ from service.buffers.batches import COST_OF_BUFFER
 from service.buffers.changes import Add
 from service.buffers.gradients import Dense, Gradient, Rows, Sent, numbers_of, stored_bytes
 from service.buffers.graph_changes import PutGraph
-from service.buffers.lmdb.sums import is_sum, may_be_sum
 from service.buffers.lmdb.transaction import LmdbTransaction
 from service.buffers.lmdb.value_writer import Written
+from service.buffers.lmdb.values import is_sum, may_be_sum
 from service.buffers.names import BufferName
 from service.buffers.parts import Forget, make, to_stage
 from service.buffers.perform import Outcome, Request
@@ -76,8 +76,7 @@ def make_some(
 
 def forgetting(draft: Draft) -> Request:
     """Return the request that frees what a draft has written."""
-    assert draft.name.push is not None
-    caller, name = draft.name.push
+    _, (caller, name) = draft.name.kind
     return Request([Forget()], part=Part(name, 0, 1, caller, bytes(16), 0.0))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from service.buffers.lmdb.environment import Environment
+from service.buffers.lmdb.environment import MARGIN_BYTES, Environment
 from service.buffers.lmdb.format import (
     CLOCK,
     COUNT,
@@ -26,12 +26,13 @@ from service.buffers.lmdb.format import (
 )
 from service.buffers.lmdb.keys import KeyReader
 from service.buffers.lmdb.pages import BEHIND, faults_of
-from service.buffers.lmdb.slots import CHUNK_BYTES, slots_in, stored_number
+from service.buffers.lmdb.slots import CHUNK_BYTES, RESERVE_BYTES, disk_full, slots_in, stored_number
 from service.buffers.lmdb.values import ValueReader
 from service.buffers.names import BufferName
 from service.buffers.packed import SEAL_BYTES, sound, unpack_record
 from service.buffers.pushes import MAX_STORED_BYTES
 from service.buffers.record import Record
+from service.buffers.room import store_full
 from service.errors import BufferCorrupt
 
 _SIZE = re.compile(rb'\[{"shape":\[(\d+)\]')
@@ -71,10 +72,7 @@ class Reader:
 
     def names_in(self, start: bytes, stop: bytes) -> Iterator[BufferName]:
         """Yield the names of the buffers whose keys lie from `start` up to, but without, `stop`."""
-        with self._txn.cursor(db=self._env.buffers) as cursor:
-            if cursor.set_range(start):
-                keys = map(bytes, cursor.iternext(values=False))
-                yield from map(name_of, itertools.takewhile(lambda key: key < stop, keys))
+        return (name for name, _ in self._between(start, stop))
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
         """Yield the buffers whose joined names begin with the prefix: name and record, None if that is damaged."""
@@ -150,6 +148,27 @@ class Reader:
         with self._txn.cursor(db=self._env.free) as cursor:
             free = sum((len(slots) - SEAL_BYTES) // NUMBER.size for slots in cursor.iternext(keys=False))
         return self.pages_in_use() + (self.slot_count() - free) * CHUNK_BYTES
+
+    def check_room(self, limit: int) -> None:
+        """Raise `StoreFull` unless the store stays within `limit`, and LMDB keeps its reserve."""
+        at_most = self.pages_in_use() + self.slot_count() * CHUNK_BYTES  # found at once, with the free slots
+        is_full = at_most > limit and self.bytes_in_use() > limit
+        if is_full or self._env.file_bytes() > 2 * self._env.max_bytes + MARGIN_BYTES:
+            raise store_full(self._env.max_bytes)
+        reserve = RESERVE_BYTES if limit < self._env.max_bytes else RESERVE_BYTES // 2  # as `room_for` has it
+        if not self._env.file.has_room() and self._env.disk_bytes() - self.pages_in_use() < reserve:
+            raise disk_full()
+
+    def deadlines_up_to(self, limit: int, most: int, namespace: str | None) -> list[bytes]:
+        """Return the first entries of deadlines that are over, of one namespace or of all."""
+        deadlines: list[bytes] = []
+        with self._txn.cursor(db=self._env.deadlines) as cursor:
+            for key in cursor.iternext(values=False):
+                if len(deadlines) == most or TIME.unpack_from(key)[0] > limit:
+                    break
+                if namespace is None or name_of(key[TIME.size :]).namespace == namespace:
+                    deadlines.append(bytes(key))
+        return deadlines
 
     def entries(self) -> dict[str, int]:
         """Return the number of entries of each database."""

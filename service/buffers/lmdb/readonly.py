@@ -63,7 +63,7 @@ class LmdbMoment(Reader):
             entries = itertools.takewhile(lambda key: bytes(key[:1]) < DUE, cursor.iternext(values=False))
             timed = {name_of(key[TIME.size :]) for key in entries}
         for name, record in self.sound_records():
-            is_older = bool(self._env.older) and name.push is not None
+            is_older = bool(self._env.older) and name.is_push
             if not is_older and record is not None and record.expires is not None and name not in timed:
                 yield f"{WRONG}{name.shown} is not scheduled: once it has expired, it takes room until a request comes"
             entry = None if record is None else due_entry(record)

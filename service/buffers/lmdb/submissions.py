@@ -11,7 +11,6 @@ from service.buffers.batches import COST_OF_BUFFER, MOST_SHARED_BYTES
 from service.buffers.changes import Change
 from service.buffers.graph_changes import PutGraph
 from service.buffers.lmdb.drafts import MOST_OF_GRAPH, Draft, forgetting, make_some
-from service.buffers.lmdb.staging import Staging
 from service.buffers.lmdb.transaction import LmdbTransaction
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, resolved
@@ -94,7 +93,7 @@ class Fold(Change):
 
     def apply(self, txn: Transaction, name: BufferName, record: Any, now: float) -> tuple[Receipt, Array | None]:
         if record is not None and self.value in record.values:
-            assert isinstance(txn, Staging)
+            assert isinstance(txn, LmdbTransaction)
             txn.fold(record, self.value)
         return {}, None
 

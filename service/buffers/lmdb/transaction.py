@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from service.buffers.closing import close_if_due
 from service.buffers.gradients import Gradient
 from service.buffers.lmdb.caches import WriterState
-from service.buffers.lmdb.environment import MARGIN_BYTES, Environment
+from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import COUNT, DUE, NUMBER, TIME, due_entry, keep, key_range, microseconds, name_of
 from service.buffers.lmdb.keys import KeyWriter
-from service.buffers.lmdb.slots import CHUNK_BYTES, RESERVE_BYTES, disk_full
-from service.buffers.lmdb.staging import Staging
+from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.value_writer import ValueWriter
-from service.buffers.names import BufferName
+from service.buffers.names import BufferName, pushes_of
 from service.buffers.packed import SEAL_BYTES, pack_record
+from service.buffers.pushes import Place
 from service.buffers.record import Key, Known, Record, Spec
-from service.buffers.room import KEYS_PART, check_keys, store_full
+from service.buffers.room import KEYS_PART, check_keys, check_staged
 from service.dtypes import Array
 from service.errors import BufferCorrupt
 
@@ -34,15 +36,15 @@ MOST_FORGOTTEN = 10_000
 """Expired keys that one request deletes if its namespace has no room for its key; they take a tenth of a second."""
 
 
-class LmdbTransaction(Staging):
+class LmdbTransaction(Reader):
     """A transaction that writes, as `perform` wants it."""
 
+    values: ValueWriter
     keys: KeyWriter
 
     def __init__(self, env: Environment, txn: Any, state: WriterState, oldest_key: int) -> None:
         self._env, self._txn, self._state, self._oldest = env, txn, state, oldest_key
         self.values, self.keys = ValueWriter(env, txn, state.values), KeyWriter(env, txn)
-        self.to_fold, self.staged_bytes = {}, Counter()
         self.changed: dict[BufferName, Record | None] = {}
         """Records that `finish` stores, None to delete: a record that changes often is stored once."""
         self._counts: dict[str, int] = {}
@@ -54,6 +56,12 @@ class LmdbTransaction(Staging):
         """Changes that removed what has expired, or closed what was due: they stay although a request fails."""
         self.next_due = math.inf
         """When the first step is due whose deadline this transaction has set."""
+        self.to_fold: dict[int, BufferName] = {}
+        """Values that should be folded soon after the commit, and their buffers."""
+        self.staged_bytes = Counter[str]()
+        """How many bytes more each namespace of pushes has staged."""
+        self.most_bytes = sys.maxsize
+        """What this transaction may write of a request that several may make."""
 
     def get(self, name: BufferName) -> Record | None:
         if name in self.changed:
@@ -161,19 +169,42 @@ class LmdbTransaction(Staging):
         self.writes += 1
         self.keys.remember(key, known, now)
 
-    def check_room(self, limit: int) -> None:
-        """Raise `StoreFull` unless the store stays within `limit`, and LMDB keeps its reserve."""
-        at_most = self.pages_in_use() + self.slot_count() * CHUNK_BYTES  # found at once, with the free slots
-        is_full = at_most > limit and self.bytes_in_use() > limit
-        if is_full or self._env.file_bytes() > 2 * self._env.max_bytes + MARGIN_BYTES:
-            raise store_full(self._env.max_bytes)
-        reserve = RESERVE_BYTES if limit < self._env.max_bytes else RESERVE_BYTES // 2  # as `room_for` has it
-        if not self._env.file.has_room() and self._env.disk_bytes() - self.pages_in_use() < reserve:
-            raise disk_full()
+    def admit_part(self, namespace: str, nbytes: int) -> None:
+        own = pushes_of(namespace)
+        check_staged(self.bytes_of(own) + self.staged_bytes[own] + nbytes, self._env.max_bytes)
 
-    def give_back(self) -> None:
-        """Give free slots back to the disk."""
-        self.values.slots.give_back()
+    def _count_staged(self, name: BufferName, nbytes: int) -> None:
+        """Count that a push has staged this many bytes from now on. Other buffers are not counted."""
+        if name.is_push:
+            with suppress(BufferCorrupt):
+                old = self.get(name)
+                nbytes -= 0 if old is None else old.spec.nbytes
+            self.staged_bytes[name.namespace] += nbytes
+
+    def stage(self, record: Record, gradient: Gradient) -> Place:
+        self.writes += 1
+        return self.values.stage(record.spec, gradient)
+
+    def staged(self, spec: Spec, place: Place) -> Gradient:
+        return self.values.staged(spec, place)
+
+    def add_staged(self, record: Record, place: Place, weight: float) -> int:
+        self.writes += 1
+        value, is_waiting = self.values.add_staged(record.spec, record.value, place, weight)
+        if is_waiting:
+            self.to_fold[value] = record.full_name
+        return value
+
+    def store_bytes(self, content: Array) -> int:
+        self.writes += 1
+        return self.values.store_bytes(content)
+
+    def fold(self, record: Record, value: int) -> None:
+        """Add to a value of the buffer some of what waits for it."""
+        if self.values.has_waiting(value):
+            self.writes += 1
+            if self.values.fold(record.spec, value, self.most_bytes):
+                self.to_fold[value] = record.full_name
 
     def advance(self) -> None:
         """Write, so that LMDB counts this transaction: freed slots are reusable two transactions later."""
@@ -217,7 +248,7 @@ class LmdbTransaction(Staging):
         A buffer that changed since its deadline was set gets a later deadline.
         """
         limit, before = microseconds(now), self.writes
-        deadlines = self._deadlines_up_to(limit, most, namespace)
+        deadlines = self.deadlines_up_to(limit, most, namespace)
         for deadline in deadlines:
             if most <= 0:
                 break
@@ -227,7 +258,7 @@ class LmdbTransaction(Staging):
             try:
                 record = self.get(name)
             except BufferCorrupt:
-                if name.push is not None:  # what it has staged is lost
+                if name.is_push:  # what it has staged is lost
                     self.forget(name)
                 continue  # a client that asks for another buffer gets the error
             if record is None or record.expires is None:
@@ -262,13 +293,3 @@ class LmdbTransaction(Staging):
             else:
                 self.remove(record)
         self.expired += self.writes - before
-
-    def _deadlines_up_to(self, limit: int, most: int, namespace: str | None) -> list[bytes]:
-        deadlines: list[bytes] = []
-        with self._txn.cursor(db=self._env.deadlines) as cursor:
-            for key in cursor.iternext(values=False):
-                if len(deadlines) == most or TIME.unpack_from(key)[0] > limit:
-                    break
-                if namespace is None or name_of(key[TIME.size :]).namespace == namespace:
-                    deadlines.append(bytes(key))
-        return deadlines

@@ -21,7 +21,6 @@ from service.buffers.gradients import Dense, Gradient, add_piece, beside, number
 from service.buffers.lmdb.caches import CachedValue, ValueCache
 from service.buffers.lmdb.format import NUMBER, keep
 from service.buffers.lmdb.slots import CHUNK_BYTES, Databases, Slots, stored_number
-from service.buffers.lmdb.sums import is_sum, may_be_sum
 from service.buffers.lmdb.values import (
     ZEROS,
     Chunk,
@@ -30,6 +29,8 @@ from service.buffers.lmdb.values import (
     ValueReader,
     add_waiting,
     checksum_of,
+    is_sum,
+    may_be_sum,
     pieces_of,
 )
 from service.buffers.packed import SEAL_BYTES

@@ -126,7 +126,7 @@ class ValueReader:
         """Yield for each piece its first element, the element behind its last, and a function that fills an array."""
         if value is None:
             for _, start, stop in pieces_of(spec):
-                yield start, stop, _clear
+                yield start, stop, lambda out: out.fill(0)
             return
         entry = self._entry(value)
         if entry.inline is not None:
@@ -246,13 +246,27 @@ def add_waiting(spec: Spec, waiting: Waiting, start: int, stop: int, out: Array)
     return bool(pieces)
 
 
+def may_be_sum(spec: Spec, array: Array) -> bool:
+    """Return whether the array looks like a value, so that its bytes may be those of its sum with zeros."""
+    return array.shape == spec.shape and array.dtype == spec.dtype and bool(array.flags.c_contiguous)
+
+
+def is_sum(array: Array, start: int, stop: int) -> bool:
+    """Return whether these bytes of an array are those of its sum with zeros, as values have it: there is no -0."""
+    size, spec = array.dtype.itemsize, Spec(array.shape, array.dtype)
+    flat, memory = array.reshape(-1)[start // size : stop // size], np.empty(CHUNK_BYTES, np.uint8).view(array.dtype)
+    for first in range(0, flat.size, memory.size):
+        piece = flat[first : first + memory.size]
+        total = memory[: piece.size]
+        add_piece(spec, total, 0, piece, 1.0, overwrite=False)
+        if not np.array_equal(piece.view(f"u{size}"), total.view(f"u{size}")):
+            return False
+    return True
+
+
 def checksum_of(chunk: memoryview, value: int, number: int) -> int:
     """Return the checksum of a chunk, seeded by its value and its number: in another place it does not match."""
     return xxhash.xxh3_64_intdigest(chunk, (value << 32 | number) & (1 << 64) - 1)
-
-
-def _clear(out: Array) -> None:
-    out[...] = 0
 
 
 def _corrupt(value: int) -> BufferCorrupt:

@@ -255,7 +255,7 @@ class Writer:
             for _ in range(1 + disk_full):  # the second transaction gives back what the last request freed
                 with self._changing() as changes:
                     if disk_full:
-                        changes.give_back()
+                        changes.values.slots.give_back()
                     changes.advance()
                     changes.finish(now)
             self._room_made = self._state.last

@@ -100,7 +100,7 @@ class PostgresMoment:
             except BufferCorrupt:
                 yield full_name, None
                 continue
-            if full_name.push is not None and record.spec.nbytes != seq:
+            if full_name.is_push and record.spec.nbytes != seq:
                 self._miscounted.append(full_name)
             if record.value is not None:
                 self._seqs[record.value] = seq

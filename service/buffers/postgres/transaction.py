@@ -81,7 +81,7 @@ class PostgresTransaction:
     def put(self, record: Record) -> None:
         name, old = record.full_name, self._stored(record.full_name)
         before = 0 if old is None else old.seq
-        if name.push is not None:
+        if name.is_push:
             self._count_staged(name, record.spec.nbytes)
             self.changes.records[name] = Stored(record, record.spec.nbytes)
             return
@@ -108,7 +108,7 @@ class PostgresTransaction:
             self.free(value)
 
     def forget(self, name: BufferName) -> None:
-        if name.push is not None:
+        if name.is_push:
             self._count_staged(name, 0)
         self.changes.records[name] = None
 
