@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from service.api.buffers.preconditions import known_tag
 from service.api.http.answer import Answer
@@ -29,8 +29,6 @@ VERSION_HEADERS = {
 
 class ModelQuery(BaseModel):
     """Which values a model's file has."""
-
-    model_config = ConfigDict(extra="forbid")
 
     parameters: str | None = Field(
         None, description="`net.p.*`: the values of the buffers of this prefix in place of the model's parameters."

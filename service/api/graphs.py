@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from service.api.buffers.models import ListQuery
+from service.api.buffers.models import ListQuery, NextCursor
 from service.api.buffers.openapi import DELETED, ETAG, MANY, ONE, READING, REPLAYED, UNCHANGED
 from service.api.buffers.preconditions import key_of, refuse_headers
 from service.api.buffers.receipt_models import Receipt
@@ -44,8 +44,6 @@ router = APIRouter(prefix="/v1/graphs", tags=["graphs"])
 
 class PutQuery(BaseModel):
     """What becomes of a model."""
-
-    model_config = ConfigDict(extra="forbid")
 
     loss: str | None = Field(
         None,
@@ -96,9 +94,7 @@ class GraphList(TypedDict):
     """A page of graphs, in the order of their names."""
 
     graphs: list[GraphHead]
-    next_cursor: Annotated[
-        str | None, Field(description="`cursor` of the request for the next page; null on the last.")
-    ]
+    next_cursor: NextCursor
 
 
 class GraphTensor(TypedDict):

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictStr
 from typing_extensions import TypedDict
 
-from service.api.buffers.models import ListQuery
+from service.api.buffers.models import ListQuery, NextCursor
 from service.api.buffers.preconditions import refuse_headers
 from service.api.buffers.request import parse_model, receive, receive_no_body, reserved
 from service.api.buffers.specs import Contributor
@@ -135,9 +135,7 @@ class RunList(TypedDict):
     """A page of runs, in the order of their names."""
 
     runs: list[Run]
-    next_cursor: Annotated[
-        str | None, Field(description="`cursor` of the request for the next page; null on the last.")
-    ]
+    next_cursor: NextCursor
 
 
 @router.get("", summary="List the runs")
@@ -244,7 +242,7 @@ async def _change(call: Call, change: RunChange, prefix: str, worker: str | None
         return Expect(name=name, contributor=worker, run=change.name, is_expected=is_expected)
 
     most = call.engine.limits.max_tensors
-    names = await _names(call, prefix, most + 1)
+    names = await call.offload(False, call.store.names, prefix, most + 1)
     if len(names) > most:
         problem = f"The prefix {shown(prefix)} has more than {most} buffers, the limit (GRADSERVE_MAX_TENSORS)"
         raise TooManyTensors(problem, limit=most)
@@ -252,10 +250,6 @@ async def _change(call: Call, change: RunChange, prefix: str, worker: str | None
     async with reserved(call, names, growth=0):
         outcome = await call.submit([expect(name) for name in names], None, wide=wide, hidden=change)
     return outcome.is_new
-
-
-async def _names(call: Call, prefix: str, most: int | None) -> list[str]:
-    return await call.offload(False, call.store.names, prefix, most)
 
 
 @router.delete("/{run}", summary="Delete a run", status_code=204)
@@ -267,7 +261,7 @@ async def delete_run(call: CurrentCall, run: str) -> Answer:
     check_no_query(call)
     await receive_no_body(call)
     found, _ = await call.offload(False, call.store.run, check_name(run, "run"))
-    names = await _names(call, found.prefix, None)
+    names = await call.offload(False, call.store.names, found.prefix, None)
     parts = [names[at : at + MOST_REMOVED] for at in range(0, len(names), MOST_REMOVED)] or [[]]
     if len(parts) > 1:
         await call.submit([], None, hidden=Remove(name=run, last=False))
@@ -290,7 +284,7 @@ def _one(run: StoredRun, steps: Record | None, now: float) -> Run:
         steps = None
     left_out = () if steps is None else steps.left_out
     expected = [*run.workers] if steps is None else steps.spec.contributors or steps.known_contributors
-    found = {
+    found: Any = {
         "name": run.name,
         "life": run.life,
         "state": run.state(steps, now),

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from service.codecs._parser import has_double
+from service.codecs.json import Pairs, members_of
 from service.errors import InvalidTensor, MalformedBody, shown
 
 MAX_HEADER_VALUES = 1 << 18
@@ -25,7 +26,7 @@ def load(text: memoryview | bytearray | bytes, title: str, max_values: int = MAX
     try:
         value = orjson.loads(raw)
         if has_double(value, raw):
-            json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, title))
+            json.loads(raw, object_pairs_hook=lambda pairs: members_of(Pairs(pairs), title))
     except RecursionError:
         raise MalformedBody(f"{title} is nested too deeply") from None
     except ValueError as error:
@@ -47,12 +48,3 @@ def check_shape(name: str, shape: Any) -> list[int]:
     if not isinstance(shape, list) or not all([type(dim) is int and 0 <= dim < 1 << 63 for dim in shape]):
         raise InvalidTensor(f"{name}.shape is {shown(shape)}, but must be a list of non-negative integers", tensor=name)
     return shape
-
-
-def _unique(pairs: list[tuple[str, Any]], title: str) -> dict[str, Any]:
-    members: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in members:
-            raise MalformedBody(f"{title} has two members named {shown(name)}")
-        members[name] = value
-    return members

@@ -245,9 +245,7 @@ def _place(name: str, number: int, shape: Shape) -> str:
 def _describe(item: Any) -> str:
     if type(item) in LISTS:
         return "a list"
-    if item is None or isinstance(item, bool):
-        return {None: "null", True: "true", False: "false"}[item]
-    return shown(item) if isinstance(item, (int, float, str)) else "an object"
+    return shown(item) if item is None or isinstance(item, (int, float, str)) else "an object"
 
 
 def list_text(tensor: Array) -> Iterator[bytes]:

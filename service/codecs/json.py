@@ -97,7 +97,16 @@ class Document:
 
     def member(self, name: str, value: Any) -> Any:
         """Return the member `name` of an object in the document in the form of `members`. Raises the same errors."""
-        return _read_member(name, value, self._limits)
+        if not isinstance(value, OBJECTS):
+            return value
+        members = dict(members_of(value, shown(name), MAX_TENSOR_MEMBERS))
+        shape: Any = members.get("shape")
+        if type(shape) in LISTS:
+            self._limits.check_rank(name, len(shape), label=f"{name}.shape")
+            members["shape"] = [[] if type(item) in LISTS else item for item in shape]
+        elif isinstance(shape, OBJECTS):
+            members["shape"] = {}  # no shape, whatever it has
+        return members
 
     def tensor(self, name: str, data: Any, dtype: DType, shape: Sequence[int] | None = None) -> Array:
         """Return the tensor `name` from nested lists or a scalar. The caller must call `finish` before it uses it.
@@ -261,16 +270,3 @@ def members_of(value: Any, title: str, most: int = MAX_MEMBERS) -> list[tuple[st
         if "\0" in name:  # simdjson would look up only the part before it
             raise MalformedBody(f"{title} has a member named {shown(name)}, with a null character")
     return [*value] if is_pairs else [(name, value[name]) for name in names]
-
-
-def _read_member(name: str, value: Any, limits: Limits) -> Any:
-    if not isinstance(value, OBJECTS):
-        return value
-    members = dict(members_of(value, shown(name), MAX_TENSOR_MEMBERS))
-    shape: Any = members.get("shape")
-    if type(shape) in LISTS:
-        limits.check_rank(name, len(shape), label=f"{name}.shape")
-        members["shape"] = [[] if type(item) in LISTS else item for item in shape]
-    elif isinstance(shape, OBJECTS):
-        members["shape"] = {}  # no shape, whatever it has
-    return members

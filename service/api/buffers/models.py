@@ -41,11 +41,8 @@ ValueEncoding = Annotated[
     Field(description="How a JSON answer writes tensors; `int8`: 8 bits a number, also in safetensors, as `coded`."),
 ]
 Reduce = Annotated[Literal["sum", "mean"], Field(description="The sum, or the sum divided by the sum of the weights.")]
+NextCursor = Annotated[str | None, Field(description="`cursor` of the request for the next page; null on the last.")]
 AnswerDtype = Annotated[FloatName | None, Field(description="The dtype of the answer; by default the buffer's.")]
-
-
-class _Query(BaseModel):
-    model_config = ConfigDict(extra="forbid")
 
 
 _ANSWERED: dict[str, Any] = {
@@ -99,12 +96,10 @@ class BufferList(TypedDict):
     """A page of buffers, in the order of their names."""
 
     buffers: list[Metadata]
-    next_cursor: Annotated[
-        str | None, Field(description="`cursor` of the request for the next page; null on the last.")
-    ]
+    next_cursor: NextCursor
 
 
-class AccumulateQuery(_Query):
+class AccumulateQuery(BaseModel):
     """How gradients are added."""
 
     do_update: bool = Field(True, description="False: change nothing.")
@@ -141,14 +136,14 @@ class StagedParts(BaseModel):
     staged: list[int]
 
 
-class MetadataQuery(_Query):
+class MetadataQuery(BaseModel):
     """What is read of a buffer without its value."""
 
     step: int | None = Field(None, ge=0, description="A closed step, whose receipt is the answer.")
     timeout: Timeout = 0.0
 
 
-class ValueQuery(_Query):
+class ValueQuery(BaseModel):
     """How a value is read."""
 
     reduce: Reduce = "sum"
@@ -159,7 +154,7 @@ class ValueQuery(_Query):
     encoding: ValueEncoding = None
 
 
-class TakeQuery(_Query):
+class TakeQuery(BaseModel):
     """When and how a value is taken."""
 
     min_count: int = Field(0, ge=0, description="Gradients that the step must have.")
@@ -174,7 +169,7 @@ class TakeQuery(_Query):
     encoding: ValueEncoding = None
 
 
-class PrefixQuery(_Query):
+class PrefixQuery(BaseModel):
     """Which buffers are meant."""
 
     prefix: str | None = Field(None, description="Prefix of the buffers' names, in place of names in the body.")
@@ -188,7 +183,7 @@ class ManyTakeQuery(TakeQuery, PrefixQuery):
     """When and how the values of many buffers are taken."""
 
 
-class WideQuery(_Query):
+class WideQuery(BaseModel):
     """Which buffers are deleted, or get other rules."""
 
     prefix: str = Field(
@@ -197,7 +192,7 @@ class WideQuery(_Query):
     all: bool = Field(False, description="In place of a prefix: all buffers of the namespace.")
 
 
-class ListQuery(_Query):
+class ListQuery(BaseModel):
     """What is listed."""
 
     prefix: str = Field("", description="Only names that begin with this.")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import orjson
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from service.api.buffers.gradients import gradients, sort_rows
@@ -38,16 +38,12 @@ DROPPING = (404, 409, 412, 422)
 class PushesQuery(BaseModel):
     """Which pushes are listed."""
 
-    model_config = ConfigDict(extra="forbid")
-
     prefix: str = Field("", description="Only pushes with a buffer whose name begins with this.")
     limit: int = Field(100, ge=1, le=MAX_LISTED_BUFFERS, description="Pushes in the list, at most.")
 
 
 class PushQuery(BaseModel):
     """Which push is forgotten."""
-
-    model_config = ConfigDict(extra="forbid")
 
     push: str = Field(min_length=1, max_length=255, pattern="^[!-~]+$", description="The id of the push.")
 

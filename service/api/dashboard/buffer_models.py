@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, NotRequired, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from service.api.buffers.models import PrefixQuery
@@ -29,8 +29,6 @@ class ManyStatisticsQuery(PrefixQuery):
 
 class StatisticsQuery(BaseModel):
     """What is computed of a buffer."""
-
-    model_config = ConfigDict(extra="forbid")
 
     step: int | None = Field(None, ge=0, description="A closed step; by default the running sum.")
     closed: _Closed = False

@@ -17,21 +17,8 @@ from service.codecs.json import MAX_ELEMENTS, MAX_LISTS, MAX_MEMBERS
 from service.settings import Settings
 
 SETTINGS = (
-    "max_body_bytes",
-    "max_inflated_bytes",
-    "max_tensor_bytes",
-    "max_tensors",
-    "max_dimensions",
-    "max_name_length",
-    "max_buffers",
-    "max_graphs",
-    "max_graph_nodes",
-    "max_bytes_in_flight",
-    "max_waiting",
-    "store_bytes",
-    "request_timeout",
-    "idempotency_seconds",
-    "push_seconds",
+    *(name for name in Settings.model_fields if name.startswith("max_")),
+    *("store_bytes", "request_timeout", "idempotency_seconds", "push_seconds"),
 )
 """The settings that are limits."""
 

@@ -77,7 +77,7 @@ def sample_of(before: Totals, after: Totals, seconds: float, at: float, store: S
         buffers=store.buffers,
         store_bytes=store.bytes,
         store_limit_bytes=store.limit_bytes,
-        workers=after.workers,
+        workers=now("gradserve_workers"),
         database=dict(store.database),
     )
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from service.api.dashboard.history import STEP_SECONDS, History
@@ -64,8 +64,6 @@ class Service(TypedDict):
 
 class HistoryQuery(BaseModel):
     """The query of the history."""
-
-    model_config = ConfigDict(extra="forbid")
 
     since: float = Field(0.0, allow_inf_nan=False, description="The `at` of the last sample that the caller has.")
 

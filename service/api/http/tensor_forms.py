@@ -26,8 +26,6 @@ Dimension = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 class Envelope(BaseModel):
     """A tensor of a request that is an object, its numbers not yet read."""
 
-    model_config = ConfigDict(extra="forbid")
-
     dtype: Literal[tuple(WIRE)] | None = None  # type: ignore[valid-type]
     shape: list[Dimension] | None = None
     data: Any = _ABSENT

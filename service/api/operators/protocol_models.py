@@ -201,23 +201,15 @@ class BufferParameters(BaseModel):
         description="Outputs to write over buffers, separated by commas.",
         examples=_BUFFERS,
     )
-    weight: Annotated[float | None, WithJsonSchema({"type": "number"})] = Field(
+    weight: float = Field(
         default_factory=absent, allow_inf_nan=False, description="With `into`: the weight of each added gradient."
     )
-    step: Annotated[int | None, WithJsonSchema({"type": "integer", "minimum": 0})] = Field(
-        default_factory=absent, ge=0, description="With `into`: the step that the buffers must be in."
-    )
-    contributor: Annotated[str | None, WithJsonSchema({"type": "string"})] = Field(
-        default_factory=absent, description="With `into`: who adds."
-    )
-    life: Annotated[str | None, WithJsonSchema({"type": "string"})] = Field(
-        default_factory=absent, description="The life of the run that the buffers must belong to."
-    )
-    reduce: Annotated[Literal["sum", "mean"] | None, WithJsonSchema({"type": "string", "enum": ["sum", "mean"]})] = (
-        Field(
-            default_factory=absent,
-            description="With `@` in `from`: the sum of the step, or the sum divided by the sum of the weights.",
-        )
+    step: int = Field(default_factory=absent, ge=0, description="With `into`: the step that the buffers must be in.")
+    contributor: str = Field(default_factory=absent, description="With `into`: who adds.")
+    life: str = Field(default_factory=absent, description="The life of the run that the buffers must belong to.")
+    reduce: Literal["sum", "mean"] = Field(
+        default_factory=absent,
+        description="With `@` in `from`: the sum of the step, or the sum divided by the sum of the weights.",
     )
 
 

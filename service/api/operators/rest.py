@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import orjson
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, Field, create_model
 
 from service.api.buffers.models import MAX_WAIT_SECONDS
 from service.api.buffers.receipts import receipts_text
@@ -61,8 +61,6 @@ _NONE: Any = ()
 
 class EndpointQuery(BaseModel):
     """The query parameters that every operator's endpoint has."""
-
-    model_config = ConfigDict(extra="forbid")
 
     encoding: json_codec.Encoding | None = Field(
         None, description="How a JSON answer writes tensors; by default in base64 if the request does, else as lists."
@@ -208,12 +206,11 @@ def _besides(result: Result, name: str, encoding: json_codec.Encoding) -> Mappin
 def add_endpoint(operator: Operator) -> None:
     """Give the operator its endpoint. What it declares for OpenAPI takes long to make, so `declared` does that."""
 
-    async def endpoint(call):  # type: ignore[no-untyped-def]
+    async def endpoint(call: CurrentCall) -> Answer:
         query = parse_query(call, query_model(operator))
         types = media_types(call)
         return await answer_body(call, operator, query, types, await read_body(call))
 
-    endpoint.__annotations__ = {"call": CurrentCall, "return": Answer}
     handler = access("ops", label="ops", operator=operator.name)(endpoint)
     router.add_api_route(f"/v1/ops/{operator.name}", handler, methods=["POST"], include_in_schema=False)
 
@@ -223,13 +220,9 @@ def declared() -> APIRouter:
     found = APIRouter(tags=router.tags)
     for operator in OPERATORS.values():
 
-        def endpoint(call, query): ...  # type: ignore[no-untyped-def]
+        def endpoint(call: CurrentCall, query: Any) -> None: ...
 
-        endpoint.__annotations__ = {
-            "call": CurrentCall,
-            "query": Annotated[query_model(operator), Query()],
-            "return": Answer,
-        }
+        endpoint.__annotations__["query"] = Annotated[query_model(operator), Query()]
         path, more = f"/v1/ops/{operator.name}", openapi.declaration(operator)
         found.add_api_route(path, endpoint, methods=["POST"], name=operator.name, **more)
     return found

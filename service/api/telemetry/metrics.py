@@ -170,10 +170,6 @@ class Totals(NamedTuple):
     pids: Sequence[int]
     """The processes that live."""
 
-    @property
-    def workers(self) -> int:
-        return round(self.numbers[WORKERS.name][()][0])
-
 
 class Metrics(Collector, Observer):
     """The metrics of this process, and of the `workers` processes that share `directory`."""
