@@ -11,11 +11,12 @@ from psycopg import errors
 
 from service.buffers import batches
 from service.buffers.changes import Add
+from service.buffers.gradients import Gradient
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import PostgresStore, deltas
 from service.buffers.postgres.blobs import Blobs
 from service.buffers.postgres.connections import Database
-from service.buffers.postgres.deltas import Payload, Turns
+from service.buffers.postgres.deltas import Turns
 from service.buffers.postgres.exchange import Connection, Statement
 from service.buffers.postgres.statements import COMMIT
 from tests.buffers.calls import add, create, ones, value
@@ -120,12 +121,12 @@ def test_gradients_that_are_staged_do_not_delay_those_of_another_namespace(
     usual, go_on = Blobs.write, threading.Event()
 
     def write(
-        self: Blobs, connection: Connection, payloads: Iterable[tuple[int, Payload]], turns: Turns | None = None
+        self: Blobs, connection: Connection, sources: Iterable[tuple[int, Gradient]], turns: Turns | None = None
     ) -> None:
-        all_payloads = [*payloads]
-        if len(all_payloads) > 1:
+        all_sources = [*sources]
+        if len(all_sources) > 1:
             assert go_on.wait(PATIENCE)
-        usual(self, connection, all_payloads, turns)
+        usual(self, connection, all_sources, turns)
 
     monkeypatch.setattr(Blobs, "write", write)
     one, other = store.within("one"), store.within("other")

@@ -21,7 +21,7 @@ from psycopg.errors import DiskFull
 from service.buffers import perform
 from service.buffers.batches import COST_OF_BUFFER
 from service.buffers.changes import Add, Create
-from service.buffers.gradients import Rows, adds_nothing
+from service.buffers.gradients import Gradient, Rows, adds_nothing
 from service.buffers.graph_changes import PutGraph
 from service.buffers.names import BufferName, runs_of
 from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
@@ -29,7 +29,7 @@ from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import statements as sql
 from service.buffers.postgres.changes import Changes, Found
 from service.buffers.postgres.connections import Database
-from service.buffers.postgres.deltas import Payload, payload_of
+from service.buffers.postgres.deltas import nbytes_of, source_of
 from service.buffers.postgres.exchange import Connection, ResultRows, columns
 from service.buffers.postgres.failures import MovedError, NoStandbyError, is_damage
 from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, Stored, ask_pushes, found_pushes
@@ -70,17 +70,17 @@ def work_of(submission: Submission) -> int:
     return submission.unstaged_bytes + COST_OF_BUFFER * (1 + len(submission.request.changes))
 
 
-def large_arrays(submission: Submission) -> dict[int, Payload]:
+def large_arrays(submission: Submission) -> dict[int, Gradient]:
     """Return the arrays of the request that are too large for a row, by their identity. Sum up the others."""
     changes, graph = submission.request.changes, submission.request.hidden
     added = [one.gradient for one in changes if isinstance(one, Add) and one.do_update and one.weight]
     gradients = [one.gathered if isinstance(one, Rows) else one for one in added if not adds_nothing(one)]
     arrays = [change.value for change in changes if isinstance(change, Restore)]
     arrays += [graph.content] if isinstance(graph, PutGraph) else []
-    payloads = {id(one): payload_of(one) for one in (*gradients, *arrays) if one is not None}
-    sizes = {key: payload.nbytes for key, payload in payloads.items()}
+    sources = {id(one): source_of(one) for one in (*gradients, *arrays) if one is not None}
+    sizes = {key: nbytes_of(source) for key, source in sources.items()}
     submission.unstaged_bytes = sum(size for size in sizes.values() if size <= ROW_BYTES)
-    return {key: payload for key, payload in payloads.items() if sizes[key] > ROW_BYTES}
+    return {key: source for key, source in sources.items() if sizes[key] > ROW_BYTES}
 
 
 class Batch:

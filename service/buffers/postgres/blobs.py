@@ -22,8 +22,9 @@ from itertools import groupby
 import psycopg
 from psycopg.errors import DataCorrupted, IndexCorrupted, LockNotAvailable, UndefinedTable
 
+from service.buffers.gradients import Gradient
 from service.buffers.postgres.connections import Database
-from service.buffers.postgres.deltas import COPY_HEAD, TURN_BYTES, Payload, Turns
+from service.buffers.postgres.deltas import COPY_HEAD, TURN_BYTES, Turns, pieces
 from service.buffers.postgres.exchange import Connection, OwnError, ResultRows, Statement
 from service.buffers.postgres.failures import retried
 from service.buffers.postgres.schema import FREED_SECONDS, ID_BLOCK, ROW_BYTES, table_of, take_ids
@@ -120,10 +121,10 @@ class Blobs:
             return connection.ask(HAS_TABLE(table_of(self._next))) == [(True,)]
 
     def write(
-        self, connection: Connection, payloads: Iterable[tuple[int, Payload]], turns: Turns | None = None
+        self, connection: Connection, sources: Iterable[tuple[int, Gradient]], turns: Turns | None = None
     ) -> None:
-        """Write the numbers of each payload under its blob's id. Give way at the `turns`."""
-        groups = [(table, [*group]) for table, group in groupby(payloads, lambda one: table_of(one[0]))]
+        """Write the numbers of each gradient under its blob's id. Give way at the `turns`."""
+        groups = [(table, [*group]) for table, group in groupby(sources, lambda one: table_of(one[0]))]
         with self._noticed(groups[-1][0]):
             if len(groups) > 1:  # no table goes while others are written
                 tables = ", ".join(table for table, _ in groups)
@@ -165,10 +166,10 @@ class Blobs:
             raise OwnError("a table of gradients is gone") from None
 
 
-def _write_rows(copy: psycopg.Copy, payloads: Iterable[tuple[int, Payload]], turns: Turns | None) -> None:
+def _write_rows(copy: psycopg.Copy, sources: Iterable[tuple[int, Gradient]], turns: Turns | None) -> None:
     copy.write(COPY_HEAD)
-    for blob, payload in payloads:
-        for number, data in enumerate(payload.pieces()):
+    for blob, source in sources:
+        for number, data in enumerate(pieces(source)):
             copy.write(_ROW.pack(3, 8, blob, 4, number, len(data)) + data)
             if turns is not None and (number + 1) % (TURN_BYTES // ROW_BYTES) == 0:
                 turns.wait()

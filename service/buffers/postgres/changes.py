@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from service.buffers.gradients import Gradient
 from service.buffers.names import BufferName
 from service.buffers.postgres.compactor import Fold
-from service.buffers.postgres.deltas import Delta, Payload
+from service.buffers.postgres.deltas import Delta
 from service.buffers.postgres.pushes import FoundPushes, Stored
 from service.buffers.record import Key, Known
 from service.errors import BufferCorrupt
@@ -33,7 +34,7 @@ class Changes:
     records: dict[BufferName, Stored | None] = field(default_factory=dict)
     deltas: dict[int, list[Delta]] = field(default_factory=dict)
     """The new deltas by value."""
-    blobs: dict[int, Payload] = field(default_factory=dict)
+    blobs: dict[int, Gradient] = field(default_factory=dict)
     """Blobs that were not staged."""
     freed: list[int] = field(default_factory=list)
     keys: dict[bytes, tuple[Key, Known]] = field(default_factory=dict)

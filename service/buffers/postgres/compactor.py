@@ -17,7 +17,7 @@ import psycopg
 from service.buffers.names import BufferName
 from service.buffers.postgres.blobs import Blobs
 from service.buffers.postgres.connections import Database
-from service.buffers.postgres.deltas import Delta, Turns, complete, delta_of, payload_of, stream, total
+from service.buffers.postgres.deltas import Delta, Turns, complete, delta_of, nbytes_of, source_of, stream, total
 from service.buffers.postgres.exchange import Connection, columns
 from service.buffers.postgres.schema import FREED_SECONDS, ROW_BYTES
 from service.buffers.postgres.statements import DELTAS_OF, FREE, INSERT, LEASE, LOCKED
@@ -109,11 +109,11 @@ class Compactor:
                 seqs.append(delta.seq)
                 yield delta
 
-        payload = payload_of(total(connection, spec, noted(), self._allocate))
-        blob = self._blobs.new(payload.nbytes) if payload.nbytes > ROW_BYTES else None
+        source = source_of(total(connection, spec, noted(), self._allocate))
+        blob = self._blobs.new(nbytes_of(source)) if nbytes_of(source) > ROW_BYTES else None
         if blob is not None:
-            self._blobs.write(connection, [(blob, payload)], self._turns)
+            self._blobs.write(connection, [(blob, source)], self._turns)
         _, gone = connection.exchange([LOCKED(*name), FREE([value], seqs[-1], FREED_SECONDS)])
         if gone != [(len(seqs),)]:
             raise _OvertakenError  # the value has been freed: otherwise it only grows while it is leased
-        connection.exchange([INSERT(*columns([delta_of(value, seqs[-1], payload, 1.0, True, blob)], 9))])
+        connection.exchange([INSERT(*columns([delta_of(value, seqs[-1], source, 1.0, True, blob)], 9))])

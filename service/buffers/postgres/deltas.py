@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -41,39 +40,6 @@ RECENT_SECONDS = 0.05
 """How long after a small request the next is expected."""
 
 
-@dataclass
-class Payload:
-    """The numbers of a delta: a gradient before it is broadcast to its buffer's shape."""
-
-    gradient: Gradient
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.gradient.shape) * self.gradient.dtype.itemsize
-
-    def onto(self, shape: tuple[int, ...]) -> Gradient:
-        """Return the gradient, broadcast to `shape`."""
-        gradient = self.gradient
-        return Dense(gradient.array, shape) if isinstance(gradient, Dense) else gradient
-
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield the numbers in pieces of a chunk; a piece of zeros may be empty."""
-        gradient = self.gradient
-        step = ROW_BYTES // gradient.dtype.itemsize
-        size = self.nbytes // gradient.dtype.itemsize
-        for start in range(0, size, step):
-            piece = gradient.piece(start, min(start + step, size))
-            yield memoryview(b"") if piece is None else np.ascontiguousarray(piece).view(np.uint8).data
-
-    def inline(self) -> bytes | None:
-        """Return all numbers, or None if they are too large for a row."""
-        if self.nbytes > ROW_BYTES:
-            return None
-        size = self.nbytes // self.gradient.dtype.itemsize
-        piece = self.gradient.piece(0, size) if size else np.empty(0, self.gradient.dtype)
-        return bytes(self.nbytes) if piece is None else np.ascontiguousarray(piece).tobytes()
-
-
 _END = -1
 """The field count of the row that ends a binary COPY."""
 
@@ -95,13 +61,24 @@ class Delta(NamedTuple):
     """The value of the row in the database, if it was staged: the row gets the place and the weight of this delta."""
 
 
-def payload_of(gradient: Array | Gradient) -> Payload:
+def source_of(gradient: Array | Gradient) -> Gradient:
     """Return what is stored for a gradient: an array before it is broadcast."""
     if isinstance(gradient, Dense):
         gradient = gradient.array
-    if isinstance(gradient, np.ndarray):
-        return Payload(Dense(gradient, gradient.shape))
-    return Payload(gradient)
+    return Dense(gradient, gradient.shape) if isinstance(gradient, np.ndarray) else gradient
+
+
+def nbytes_of(gradient: Gradient) -> int:
+    """Return the bytes of the numbers of a gradient."""
+    return math.prod(gradient.shape) * gradient.dtype.itemsize
+
+
+def pieces(gradient: Gradient) -> Iterator[memoryview]:
+    """Yield the numbers in pieces of a chunk; a piece of zeros may be empty."""
+    step, size = ROW_BYTES // gradient.dtype.itemsize, math.prod(gradient.shape)
+    for start in range(0, size, step):
+        piece = gradient.piece(start, min(start + step, size))
+        yield memoryview(b"") if piece is None else np.ascontiguousarray(piece).view(np.uint8).data
 
 
 class Turns:
@@ -239,7 +216,7 @@ def total(
     spec: Spec,
     deltas: Iterable[Delta],
     allocate: Allocate,
-    unwritten: Mapping[int, Payload] = MappingProxyType({}),
+    unwritten: Mapping[int, Gradient] = MappingProxyType({}),
 ) -> Array:
     """Return the sum of the deltas of a value, in their order, in memory of its own.
 
@@ -260,18 +237,19 @@ def total(
     return result
 
 
-def gradient_of(connection: Connection, spec: Spec, delta: Delta, unwritten: Mapping[int, Payload]) -> Gradient:
+def gradient_of(connection: Connection, spec: Spec, delta: Delta, unwritten: Mapping[int, Gradient]) -> Gradient:
     """Return the gradient of a delta, of the buffer's shape. The rest is as for `total`."""
     if delta.blob is not None and delta.blob in unwritten:
-        return unwritten[delta.blob].onto(spec.shape)
+        source = unwritten[delta.blob]
+        return Dense(source.array, spec.shape) if isinstance(source, Dense) else source
     numbers = read_numbers(connection, delta)
     with _checked(delta.value):
         return Dense(numbers, spec.shape)
 
 
-def delta_of(value: int, seq: int, payload: Payload, weight: float, overwrite: bool, blob: int | None) -> Delta:
-    """Return the row of a payload, which is inline without a blob."""
-    gradient = payload.gradient
-    data = payload.inline() if blob is None else None
-    dtype, shape = NAMES[gradient.dtype], orjson.dumps(gradient.shape).decode()
-    return Delta(value, seq, weight, overwrite, dtype, shape, payload.nbytes, blob, data)
+def delta_of(value: int, seq: int, source: Gradient, weight: float, overwrite: bool, blob: int | None) -> Delta:
+    """Return the row of a gradient, whose numbers are in the row without a blob."""
+    nbytes = nbytes_of(source)
+    data = (b"".join(pieces(source)) or bytes(nbytes)) if blob is None else None
+    dtype, shape = NAMES[source.dtype], orjson.dumps(source.shape).decode()
+    return Delta(value, seq, weight, overwrite, dtype, shape, nbytes, blob, data)

@@ -17,7 +17,7 @@ from service.buffers.packed import digest_of, unpack_known
 from service.buffers.postgres.blobs import Blobs
 from service.buffers.postgres.changes import Changes, Found
 from service.buffers.postgres.compactor import Fold, is_worth_a_fold
-from service.buffers.postgres.deltas import Delta, Payload, complete, delta_of, gradient_of, payload_of, stream, total
+from service.buffers.postgres.deltas import Delta, complete, delta_of, gradient_of, nbytes_of, source_of, stream, total
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.pushes import Stored
@@ -135,13 +135,12 @@ class PostgresTransaction:
         return value, 1 if stored is None else stored.seq + 1
 
     def _append(self, value: int, seq: int, gradient: Gradient, weight: float, overwrite: bool) -> None:
-        payload = payload_of(gradient)
-        source = gradient.array if isinstance(gradient, Dense) else gradient
-        blob = self._staged.get(id(source))
-        if blob is None and payload.nbytes > ROW_BYTES:
-            blob = self._blobs.new(payload.nbytes)
-            self.changes.blobs[blob] = payload
-        self.changes.deltas.setdefault(value, []).append(delta_of(value, seq, payload, weight, overwrite, blob))
+        source = source_of(gradient)
+        blob = self._staged.get(id(gradient.array if isinstance(gradient, Dense) else gradient))
+        if blob is None and nbytes_of(source) > ROW_BYTES:
+            blob = self._blobs.new(nbytes_of(source))
+            self.changes.blobs[blob] = source
+        self.changes.deltas.setdefault(value, []).append(delta_of(value, seq, source, weight, overwrite, blob))
 
     def free(self, value: int | None) -> None:
         if value is not None:
@@ -168,7 +167,7 @@ class PostgresTransaction:
                 yield from (_moved(found, *delta[:3]) for found in stream(self._connection, [delta.staged]))
 
     @property
-    def _unwritten(self) -> Mapping[int, Payload]:
+    def _unwritten(self) -> Mapping[int, Gradient]:
         return {**self._earlier.blobs, **self.changes.blobs}
 
     def recall(self, key: Key, names: Sequence[str]) -> Known | None:

@@ -17,6 +17,7 @@ from psycopg.errors import CheckViolation
 
 from service.buffers import failpoints
 from service.buffers.batches import Batches
+from service.buffers.gradients import Gradient
 from service.buffers.parts import make
 from service.buffers.perform import Outcome, Request, resolved
 from service.buffers.postgres.batch import Batch, StagedLostError, Submission, large_arrays, work_of
@@ -25,7 +26,7 @@ from service.buffers.postgres.changes import Changes, Found
 from service.buffers.postgres.compactor import Fold
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.deadlines import Deadlines
-from service.buffers.postgres.deltas import Payload, Turns
+from service.buffers.postgres.deltas import Turns, nbytes_of
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.failures import retried
 from service.buffers.postgres.janitor import Janitor
@@ -89,15 +90,15 @@ class Writer:
     def submit(self, request: Request, namespace: str) -> Future[Outcome]:
         """Put the request of a namespace into the queue. The future has its result once the request is durable."""
         submission = Submission(request, namespace)
-        payloads = large_arrays(submission)
-        if not payloads:
+        sources = large_arrays(submission)
+        if not sources:
             self._put(submission)
             return submission.done
         with self._lock:
             if self._closed.is_set():
                 _refuse(submission)
             else:
-                staging = self._stagers.submit(lambda: self._stage_and_queue(submission, payloads), namespace)
+                staging = self._stagers.submit(lambda: self._stage_and_queue(submission, sources), namespace)
                 staging.add_done_callback(lambda _: _refuse(submission) if staging.cancelled() else None)
         return submission.done
 
@@ -121,20 +122,20 @@ class Writer:
 
     # ----- staging -----
 
-    def _stage_and_queue(self, submission: Submission, payloads: dict[int, Payload]) -> None:
-        if self._is_staged(submission, payloads):
+    def _stage_and_queue(self, submission: Submission, sources: dict[int, Gradient]) -> None:
+        if self._is_staged(submission, sources):
             self._put(submission)
 
-    def _is_staged(self, submission: Submission, payloads: dict[int, Payload]) -> bool:
+    def _is_staged(self, submission: Submission, sources: dict[int, Gradient]) -> bool:
         """Stage the gradients. Return False if that failed: then the request has failed."""
         try:
-            retried(lambda: self._stage(submission, payloads), self._closed.is_set, since=submission.since)
+            retried(lambda: self._stage(submission, sources), self._closed.is_set, since=submission.since)
         except Exception as error:
             submission.done.set_exception(without_traceback(error))
             return False
         return True
 
-    def _stage(self, submission: Submission, payloads: dict[int, Payload]) -> None:
+    def _stage(self, submission: Submission, sources: dict[int, Gradient]) -> None:
         """Write the gradients, without waiting for the disk: the commit that admits them waits for it.
 
         Not those of a request that one look sees refused or repeated. If the transaction decides otherwise, it writes
@@ -143,11 +144,11 @@ class Writer:
         submission.staged = {}
         if not self._is_admitted(submission):
             return
-        blobs = {key: self._blobs.new(payload.nbytes) for key, payload in payloads.items()}
-        sizes = [payload.nbytes for payload in payloads.values()]
+        blobs = {key: self._blobs.new(nbytes_of(source)) for key, source in sources.items()}
+        sizes = [nbytes_of(source) for source in sources.values()]
         with self._database.transaction(durable=False) as connection:
             connection.exchange([STAGE(STAGED_SECONDS, [*blobs.values()], sizes)])
-            self._blobs.write(connection, zip(blobs.values(), payloads.values(), strict=True), self._turns)
+            self._blobs.write(connection, zip(blobs.values(), sources.values(), strict=True), self._turns)
         submission.staged = blobs
         failpoints.hit("staged")
 
