@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
-import numpy as np
-
-from service.buffers.graphs import MAX_GRAPHS
 from service.buffers.lmdb import LmdbStore
 from service.buffers.lmdb import opened_readonly as opened_lmdb
 from service.buffers.lmdb.forget import forget as forget_in_lmdb
 from service.buffers.memory import MemoryStore
 from service.buffers.readonly import ReadOnlyStore
-from service.buffers.store import MAX_BUFFERS, Allocate, Committed, Store, uncounted
+from service.buffers.store import Store
 from service.errors import StoreFailed, shown
 
 SCHEMES = ("postgresql", "postgres")
@@ -36,11 +33,6 @@ _SECRETS = ("password", "sslpassword", "oauth_client_secret", "scram_client_key"
 def is_postgres(url: str) -> bool:
     """Return whether the URL is that of a PostgreSQL database."""
     return url.partition("://")[0] in SCHEMES
-
-
-def check_url(url: str) -> None:
-    """Raise `StoreFailed` unless this is the URL of a store."""
-    path_of(url)
 
 
 def without_password(url: str) -> str:
@@ -92,35 +84,17 @@ def _directory(url: str) -> Path:
     return path
 
 
-def open_store(
-    url: str,
-    *,
-    max_bytes: int,
-    key_seconds: float,
-    allocate: Allocate = np.empty,
-    committed: Committed = uncounted,
-    max_buffers: int = MAX_BUFFERS,
-    max_graphs: int = MAX_GRAPHS,
-    schema: str = "gradserve",
-    replicated: bool = False,
-) -> Store:
-    """Open or create the store at `url`. `schema` and `replicated` are for PostgreSQL. Raises `StoreFailed`."""
-    create: Callable[..., Store]
+def open_store(url: str, *, schema: str = "gradserve", replicated: bool = False, **options: Any) -> Store:
+    """Open or create the store at `url`, with the `options` of every store. Raises `StoreFailed`.
+
+    `schema` and `replicated` are for PostgreSQL.
+    """
     if is_postgres(url):
         with installed():
             from service.buffers.postgres import PostgresStore
-        create = partial(PostgresStore, url, schema=schema, replicated=replicated)
-    else:
-        path = path_of(url)
-        create = MemoryStore if path is None else partial(LmdbStore, path)
-    return create(
-        max_bytes=max_bytes,
-        key_seconds=key_seconds,
-        max_buffers=max_buffers,
-        max_graphs=max_graphs,
-        allocate=allocate,
-        committed=committed,
-    )
+        return PostgresStore(url, schema=schema, replicated=replicated, **options)
+    path = path_of(url)
+    return MemoryStore(**options) if path is None else LmdbStore(path, **options)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pydantic import ValidationError  # noqa: TID251 - pydantic-settings raises 
 
 from service.buffers import doctor, transfer
 from service.buffers.readonly import WRONG
-from service.buffers.url import check_url, forget, path_of, without_password
+from service.buffers.url import forget, path_of, without_password
 from service.commands import preflight
 from service.commands.keys import add_key_commands
 from service.commands.preflight import UsageError
@@ -123,7 +123,7 @@ def _settings_from(options: argparse.Namespace) -> Settings:
     values = {name: getattr(options, name, None) for name in ("host", "port", "socket", "store", "keys")}
     try:
         settings = Settings(**{name: value for name, value in values.items() if value is not None})
-        check_url(settings.store)
+        path_of(settings.store)  # raises if this is no URL of a store
     except ValidationError as invalid:
         raise UsageError(*_faults(invalid)) from None
     except StoreFailed as error:
