@@ -32,7 +32,7 @@ from service.buffers.postgres.connections import Database
 from service.buffers.postgres.deltas import nbytes_of, source_of
 from service.buffers.postgres.exchange import Connection, ResultRows, columns
 from service.buffers.postgres.failures import MovedError, NoStandbyError, is_damage
-from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, Stored, ask_pushes, found_pushes
+from service.buffers.postgres.pushes import MOVE, STAGED_BYTES, STAGED_VALUES, Stored, needed_by
 from service.buffers.postgres.schema import FREED_SECONDS, ROW_BYTES
 from service.buffers.restore import Restore
 from service.buffers.sets import Set
@@ -114,7 +114,9 @@ class Batch:
         parts = [one.request.part for one in self.submissions if one.request.part is not None]
         own_keys = [one.request.key for one in self.submissions if one.request.key is not None]
         digests = [self._mark, *{digest_of(key) for key in (*own_keys, *(part.key for part in parts))}]
-        clock, pushes, said = database.clock(), FoundPushes(), list[ResultRows]()
+        clock, said, most = database.clock(), list[ResultRows](), perform.MAX_CHANGED_BYTES
+        pushes: dict[BufferName, Stored | BufferCorrupt | None] = {}
+        needed, values, staged_bytes = set[BufferName](), set[int](), Counter[str]()
         keys_first = [
             *database.beginning(),
             sql.BY_INDEX(),
@@ -122,12 +124,15 @@ class Batch:
             sql.KEYS(digests),
         ]
         if parts:  # only their pushes say which other buffers they need
-            asked = ask_pushes(parts, perform.MAX_CHANGED_BYTES, clock, locks=locks)
-            *said, rows, sizes = connection.exchange([*keys_first, *asked])
-            heads, _ = _records([part.name for part in parts], rows)
-            pushes = found_pushes(parts, heads, sizes, {digest: outcome for digest, _, outcome in said[-1]})
+            heads = sorted({part.name for part in parts})
+            finding = sql.NAMED_RECORDS[locks](most, *columns(heads, 2))
+            counting = STAGED_BYTES(sorted({head.namespace for head in heads}), clock)
+            *said, rows, sizes = connection.exchange([*keys_first, finding, counting])
+            pushes, _ = _records(heads, rows)
+            staged_bytes.update(dict(sizes))
+            needed, values = needed_by(parts, pushes, {digest: outcome for digest, _, outcome in said[-1]})
             keys_first = []
-        names = sorted({name for one in self.submissions for name in one.names} | pushes.buffers)
+        names = sorted({name for one in self.submissions for name in one.names} | needed)
         wide = [(one.namespace, one.request.wide.prefix) for one in self.submissions if one.request.wide is not None]
         # While a prefix is searched, no other server may create buffers in the namespace.
         creating = {one.namespace for one in self.submissions if any(map(_may_create, one.request.changes))}
@@ -136,8 +141,7 @@ class Batch:
         growing = sorted(creating | hidden | {namespace for namespace, _ in wide})
         blobs = [blob for one in self.submissions for blob in one.staged.values()]
         numbers = sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing)
-        named, most = columns(names, 2), perform.MAX_CHANGED_BYTES
-        reading = sql.WIDE_RECORDS if wide else sql.NAMED_RECORDS
+        named, reading = columns(names, 2), sql.WIDE_RECORDS if wide else sql.NAMED_RECORDS
         said += connection.exchange(
             [
                 *keys_first,
@@ -145,7 +149,7 @@ class Batch:
                 sql.COUNTS(growing, clock) if growing else None,
                 reading[locks](most, *named, *columns(wide, 2 * bool(wide))),
                 sql.CLAIM(blobs) if blobs else None,
-                STAGED_VALUES([*pushes.values]) if pushes.values else None,
+                STAGED_VALUES([*values]) if values else None,
                 sql.TIME(clock),
                 None if locks else sql.COMMIT(),
             ]
@@ -165,9 +169,9 @@ class Batch:
             raise NoStandbyError("its synchronous_standby_names are empty")
         if len(self._claimed) < len(blobs):
             raise StagedLostError
-        pushes.values = {value for (value,) in staged}
         records, seqs = _records(names, rows)
-        return Found(pushes.heads | records, known, Counter(dict(counts)), seqs, pushes)
+        staged_values = {value for (value,) in staged}
+        return Found(pushes | records, known, Counter(dict(counts)), seqs, staged_bytes, staged_values)
 
     def write(self, database: Database, connection: Connection, found: Found) -> None:
         """Write the changes and commit."""

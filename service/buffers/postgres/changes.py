@@ -9,7 +9,7 @@ from service.buffers.gradients import Gradient
 from service.buffers.names import BufferName
 from service.buffers.postgres.compactor import Fold
 from service.buffers.postgres.deltas import Delta
-from service.buffers.postgres.pushes import FoundPushes, Stored
+from service.buffers.postgres.pushes import Stored
 from service.buffers.record import Key, Known
 from service.errors import BufferCorrupt
 
@@ -24,7 +24,10 @@ class Found:
     counts: Counter[str]
     seqs: dict[int, int]
     """The `seq` of the last delta of each value that grows."""
-    of_pushes: FoundPushes
+    staged_bytes: Counter[str]
+    """The bytes that each namespace of pushes has staged."""
+    staged_values: set[int]
+    """The values of the staged gradients that the batch may add."""
 
 
 @dataclass

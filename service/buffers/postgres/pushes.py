@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, unpack_known
-from service.buffers.postgres.exchange import Execution, ResultRows, Statement, columns
-from service.buffers.postgres.statements import COUNTED_BYTES, NAMED_RECORDS
+from service.buffers.postgres.exchange import Statement
+from service.buffers.postgres.statements import COUNTED_BYTES
 from service.buffers.pushes import Part, Push
 from service.buffers.record import Record
 from service.errors import BufferCorrupt
@@ -47,44 +46,23 @@ class Stored(NamedTuple):
     seq: int
 
 
-@dataclass
-class FoundPushes:
-    """What the database has of the pushes of a batch, and of their namespaces."""
+def needed_by(
+    parts: Sequence[Part], heads: Mapping[BufferName, Stored | BufferCorrupt | None], known: Mapping[bytes, bytes]
+) -> tuple[set[BufferName], set[int]]:
+    """Return the buffers that the pushes of a batch need, and the values of the gradients that it may add.
 
-    heads: dict[BufferName, Stored | BufferCorrupt | None] = field(default_factory=dict)
-    nbytes: Counter[str] = field(default_factory=Counter)
-    """The bytes that each namespace of pushes has staged."""
-    buffers: set[BufferName] = field(default_factory=set)
-    """The buffers of all parts of the pushes that are complete, or that the batch may complete."""
-    values: set[int] = field(default_factory=set)
-    """The values of the gradients that the batch may add."""
-
-
-def ask_pushes(parts: Sequence[Part], most: int, clock: float | None, *, locks: bool) -> list[Execution]:
-    """Return what reads the pushes of the parts, perhaps locks them, and then reads the bytes of their namespaces."""
-    names = sorted({part.name for part in parts})
-    return [NAMED_RECORDS[locks](most, *columns(names, 2)), STAGED_BYTES(sorted({one for one, _ in names}), clock)]
-
-
-def found_pushes(
-    parts: Sequence[Part],
-    heads: dict[BufferName, Stored | BufferCorrupt | None],
-    sizes: ResultRows,
-    known: Mapping[bytes, bytes],
-) -> FoundPushes:
-    """Return what the batch needs to know about the pushes of its parts, which are the buffers `heads`.
-
-    `known` has the keys that the database has.
+    The buffers are those of all parts of the pushes that are complete, or that the batch may complete. `heads` has the
+    pushes, and `known` the keys that the database has.
     """
-    found, counts = FoundPushes(heads, Counter(dict(sizes))), Counter(part.name for part in parts)
+    buffers, values, counts = set[BufferName](), set[int](), Counter(part.name for part in parts)
     for part in {part.name: part for part in parts}.values():
         head, packed = heads[part.name], known.get(digest_of(part.key))
         if packed is not None:
             with suppress(BufferCorrupt):
-                found.buffers.update(BufferName(part.caller, name) for name in unpack_known(packed, ()).receipts)
+                buffers.update(BufferName(part.caller, name) for name in unpack_known(packed, ()).receipts)
         if isinstance(head, Stored):
             push = Push.of(head.record)
             if len(push.staged) + counts[part.name] >= push.parts:
-                found.buffers.update(BufferName(part.caller, name) for _, name, _ in push.gradients)
-                found.values.update(head.record.values)
-    return found
+                buffers.update(BufferName(part.caller, name) for _, name, _ in push.gradients)
+                values.update(head.record.values)
+    return buffers, values

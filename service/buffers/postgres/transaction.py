@@ -191,7 +191,7 @@ class PostgresTransaction:
         self.changes.staged_bytes[name.namespace] += nbytes
 
     def admit_part(self, namespace: str, nbytes: int) -> None:
-        counts = (self._found.of_pushes.nbytes, self._earlier.staged_bytes, self.changes.staged_bytes)
+        counts = (self._found.staged_bytes, self._earlier.staged_bytes, self.changes.staged_bytes)
         self._janitor.check_staged(sum(count[pushes_of(namespace)] for count in counts) + nbytes)
 
     def stage(self, record: Record, gradient: Gradient) -> Place:
@@ -210,7 +210,7 @@ class PostgresTransaction:
         if new := self._new(staged):
             delta = _moved(new[0], value, seq, weight)
             self.changes.added.append(staged)
-        elif staged in self._found.of_pushes.values:
+        elif staged in self._found.staged_values:
             delta = Delta(value, seq, weight, False, "", "", 0, None, None, staged)
         else:
             raise BufferCorrupt(f"The database lacks the gradient of {record.name!r} that this push has staged")
