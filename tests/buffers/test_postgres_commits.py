@@ -240,13 +240,12 @@ def test_a_long_round_of_the_janitor_does_not_put_off_the_next(schema: Schema, m
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * len(began))
     monkeypatch.setattr(janitor, "time", clock)
 
-    def sweep(each: object) -> bool:
+    def sweep(each: object) -> None:
         began.append(each)
         if len(began) == 1:
             raise StoreFailed("The database is silent")
-        return False
 
-    monkeypatch.setattr(janitor.Janitor, "_sweep", sweep)
+    monkeypatch.setattr(janitor, "drop_free", sweep)
     schema.open()
     until(lambda: len(began) >= 3, "the janitor rests")
 

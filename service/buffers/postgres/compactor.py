@@ -6,26 +6,23 @@ order as every reader.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
-import psycopg
 
 from service.buffers.names import BufferName
 from service.buffers.postgres.blobs import Blobs
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.deltas import Delta, Turns, complete, delta_of, nbytes_of, source_of, stream, total
 from service.buffers.postgres.exchange import Connection, columns
+from service.buffers.postgres.failures import survived
 from service.buffers.postgres.schema import FREED_SECONDS, ROW_BYTES
 from service.buffers.postgres.statements import DELTAS_OF, FREE, INSERT, LEASE, LOCKED
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
-from service.errors import GradserveError
-
-logger = logging.getLogger(__name__)
 
 FOLD_EVERY_SMALL = 64
 """Deltas between two folds of a small value: each fold takes as much of the database as twenty adds."""
@@ -87,15 +84,13 @@ class Compactor:
 
     def _try(self, fold: Fold) -> None:
         self._waiting.discard(fold.value)  # what comes from now on may need another fold
-        try:
-            with self._database.transaction(durable=False) as connection, np.errstate(all="ignore"):
-                self._make(connection, fold)
-        except _OvertakenError:
-            pass
-        except (psycopg.Error, GradserveError) as error:
-            logger.warning(
-                "The deltas of %r stay as they are for now: %s", str(fold.name), " ".join(str(error).split())
-            )
+        with (
+            survived(f"The deltas of {str(fold.name)!r} stay as they are for now"),
+            suppress(_OvertakenError),
+            self._database.transaction(durable=False) as connection,
+            np.errstate(all="ignore"),
+        ):
+            self._make(connection, fold)
 
     def _make(self, connection: Connection, fold: Fold) -> None:
         name, spec, value = fold

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import psycopg
@@ -123,6 +124,15 @@ def _log(text: str) -> None:
     if text != _logged[0] or now > _logged[1] + LOGGED_SECONDS:
         _logged = text, now
         logger.warning("%s", text)
+
+
+@contextmanager
+def survived(what: str) -> Iterator[None]:
+    """Log an error behind `what`: the thread outlives what it cannot do, and goes on with its other work."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s: %s", what, " ".join(str(error).split()))
 
 
 def retried(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import orjson
 
@@ -17,7 +15,7 @@ from service.buffers.postgres.blobs import Blobs, drop_free, movable
 from service.buffers.postgres.connections import HANGING_SECONDS, Database
 from service.buffers.postgres.deltas import Turns
 from service.buffers.postgres.exchange import ResultRows, Statement
-from service.buffers.postgres.failures import as_operator_error, retried
+from service.buffers.postgres.failures import as_operator_error, retried, survived
 from service.buffers.postgres.readonly import opened_readonly
 from service.buffers.postgres.schema import FREED_SECONDS, drop_partitions, make_partitions
 from service.buffers.postgres.statements import (
@@ -35,7 +33,8 @@ from service.buffers.postgres.statements import (
 from service.buffers.room import check_keys, check_staged, room_for, store_full
 from service.errors import BufferCorrupt
 
-logger = logging.getLogger(__name__)
+LATER = "The store's janitor goes on later"
+"""What the log says before an error."""
 
 _EXPIRED = Statement("""
     select namespace, name, record from (
@@ -124,7 +123,7 @@ class Janitor:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            with _guarded():
+            with survived(LATER):
                 self._round()
             self._closed.wait(ROUND_SECONDS)
 
@@ -132,14 +131,14 @@ class Janitor:
         with self._database.transaction(durable=False) as connection:
             connection.ask(HANGING(HANGING_SECONDS))
             ((now,),) = connection.ask(NOW(self._database.clock()))
-        with _guarded():
+        with survived(LATER):
             make_partitions(self._database, now, TURN_SECONDS)
             drop_partitions(self._database, now - self._key_seconds, TURN_SECONDS)
-        works: list[Callable[[], bool]] = [self._sweep, lambda: self._expire(now)]
-        for work in works:
-            with _guarded():
-                while work() and not self._closed.is_set():
-                    pass
+        with survived(LATER):
+            drop_free(self._database)
+        with survived(LATER):
+            while self._expire(now) and not self._closed.is_set():
+                pass
         self._move(self._count())
 
     def _count(self) -> ResultRows:
@@ -161,11 +160,6 @@ class Janitor:
             self._used, self._key_bytes = used, orjson.loads(key_bytes)
         return blobs
 
-    def _sweep(self) -> bool:
-        """Drop the tables whose blobs are all free. There are no more then."""
-        drop_free(self._database)
-        return False
-
     def _move(self, blobs: ResultRows) -> None:
         """Move these blobs to other tables: then theirs can be dropped."""
         end = time.monotonic() + MOVE_SECONDS
@@ -185,15 +179,6 @@ class Janitor:
             names = [row[0] for row in rows], [row[1] for row in rows]
             connection.exchange([DELETE(*names), FREE(values, None, FREED_SECONDS)])
         return bool(rows)
-
-
-@contextmanager
-def _guarded() -> Iterator[None]:
-    """Log an error: the thread outlives what it cannot do, and goes on with its other work."""
-    try:
-        yield
-    except Exception as error:
-        logger.warning("The store's janitor goes on later: %s", " ".join(str(error).split()))
 
 
 def forget(url: str, schema: str, seconds: float, namespace: str | None) -> int:

@@ -5,7 +5,6 @@ Large gradients are staged before, by a pool of threads: no lock is held while t
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from service.buffers.postgres.connections import Database
 from service.buffers.postgres.deadlines import Deadlines
 from service.buffers.postgres.deltas import Turns, nbytes_of
 from service.buffers.postgres.exchange import Connection
-from service.buffers.postgres.failures import retried
+from service.buffers.postgres.failures import retried, survived
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.schema import make_partitions
 from service.buffers.postgres.statements import MOST_DUE, STAGE
@@ -37,8 +36,6 @@ from service.buffers.room import Most
 from service.buffers.store import Allocate, Committed, after_commit, settle, without_traceback
 from service.engine.pool import Pool
 from service.errors import GradserveError, StoreFailed, StoreFull
-
-logger = logging.getLogger(__name__)
 
 MOST_IN_BATCH = 48
 """Requests in one transaction. Each key has a lock, and PostgreSQL sets 64 locks aside for each connection."""
@@ -184,7 +181,7 @@ class Writer:
 
     def _close_due(self) -> None:
         self._deadlines.begin()
-        try:
+        with survived("The store closes steps that are due later"):
             with self._connected() as connection:
                 submissions = self._deadlines.due(connection)
             if submissions:
@@ -193,8 +190,6 @@ class Writer:
                 submission.done.result()
             if len(submissions) == MOST_DUE:
                 self._deadlines.expect(0.0)
-        except Exception as error:  # the thread outlives what it cannot do
-            logger.warning("The store closes steps that are due later: %s", " ".join(str(error).split()))
 
     def _make(self, submissions: list[Submission]) -> None:
         """Make the requests in one transaction, and answer them. If that fails, make each in its own transaction."""
