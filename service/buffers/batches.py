@@ -44,9 +44,7 @@ class Batches(Generic[Q]):
     fill a transaction with `most_bytes` of them. It rests after a transaction of more than `long_seconds`.
     """
 
-    def __init__(
-        self, work_of: Callable[[Q], int], *, most: int, long_seconds: float, most_bytes: int | None = None
-    ) -> None:
+    def __init__(self, work_of: Callable[[Q], int], *, most: int, most_bytes: int, long_seconds: float) -> None:
         self._work_of, self._most, self._most_bytes, self._long_seconds = work_of, most, most_bytes, long_seconds
         self._queue: FairQueue[Q] = FairQueue()
         self._rests: dict[str, float] = {}  # when the rests of namespaces end
@@ -87,12 +85,10 @@ class Batches(Generic[Q]):
         """Take all requests, or, in turns of several namespaces, up to `MOST_SHARED_BYTES` of work."""
         batch: list[Q] = []
         resting, most_bytes = self._resting(), MOST_SHARED_BYTES if self._queue.is_shared() else self._most_bytes
-        self._work, left = {}, most_bytes or 0
+        self._work, left = {}, most_bytes
 
         def fits(request: Q) -> bool:
             nonlocal left
-            if most_bytes is None:
-                return True
             left -= (work := self._work_of(request))
             if batch and left < 0:
                 return False
@@ -101,8 +97,6 @@ class Batches(Generic[Q]):
 
         while len(batch) < self._most and (request := self._queue.take(resting, fits=fits)) is not None:
             batch.append(request)
-        if batch and not self._work:
-            self._work[batch[0].namespace] = 1
         return batch
 
     def most_now(self) -> int:

@@ -120,7 +120,9 @@ class Store(Protocol):
         """
         full = [BufferName(self.namespace, name) for name in names]
         found = self.look(full)
-        return with_closed([found.get(name) or self.record(name.name) for name in full], step)
+        records = [found.get(name) or self.record(name.name) for name in full]
+        closed_steps(records, step)  # raises
+        return records
 
     def now(self) -> float:
         """Return the time of the store's clock, in seconds since 1970. It may block like `record`."""
@@ -252,14 +254,6 @@ def alive(record: Record | None, name: str, now: float) -> Record:
     if record is None or not record.lives(now):
         raise unknown_buffer(name)
     return record
-
-
-def with_closed(records: list[Record], step: int | None) -> list[Record]:
-    """Return the records. Raises `StepOpen` and `StepGone` for the closed `step`."""
-    if step is not None:
-        for record in records:
-            record.closed_step(step)
-    return records
 
 
 def closed_steps(records: Sequence[Record], step: int | Sequence[int] | None) -> list[Closed | None]:

@@ -72,7 +72,7 @@ class Queued(NamedTuple):
     work: int = 1
 
 
-def waiting(most_bytes: int | None = None) -> Batches[Queued]:
+def waiting(most_bytes: int = 1000) -> Batches[Queued]:
     return Batches(lambda request: request.work, most=3, long_seconds=1.0, most_bytes=most_bytes)
 
 

@@ -7,7 +7,6 @@ pushes take one more before: their keys and pushes say which buffers the first l
 from __future__ import annotations
 
 import os
-import struct
 import time
 import zlib
 from collections import Counter
@@ -242,5 +241,4 @@ def _may_create(change: object) -> bool:
 
 def _number(data: bytes) -> int:
     """Return the number of an advisory lock."""
-    number: int = struct.unpack_from("<i", data)[0]
-    return number
+    return int.from_bytes(data[:4], "little", signed=True)

@@ -174,11 +174,9 @@ class Database:
         return [begin(), settings]
 
     @contextmanager
-    def transaction(
-        self, *, durable: bool = True, patience: float = RETRY_SECONDS, checks: bool = True
-    ) -> Iterator[Connection]:
+    def transaction(self, *, durable: bool = True, checks: bool = True) -> Iterator[Connection]:
         """Yield a connection, in a transaction that is committed on leaving."""
-        with self.workers.lend(patience) as connection, self._begun(connection, durable=durable, checks=checks):
+        with self.workers.lend() as connection, self._begun(connection, durable=durable, checks=checks):
             yield connection
             if durable:
                 self.commit(connection)

@@ -49,7 +49,6 @@ from service.buffers.store import (
     page,
     snapshots,
     uncounted,
-    with_closed,
 )
 from service.dtypes import Array
 from service.errors import BufferCorrupt
@@ -137,7 +136,9 @@ class PostgresStore(Store):
 
     def durable(self, names: Sequence[str], step: int | None = None) -> list[Record]:
         stored = _alive(names, self._ask(self._records(names), fenced=True))
-        return with_closed([stored[name].record for name in names], step)
+        records = [stored[name].record for name in names]
+        closed_steps(records, step)  # raises
+        return records
 
     def now(self) -> float:
         return float(self._ask(NOW(self._database.clock()))[0][0])

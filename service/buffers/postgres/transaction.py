@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from service.buffers.room import Most
 from service.buffers.store import Allocate
 from service.dtypes import Array
 from service.errors import BufferCorrupt
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 MAX_SEQ = 1 << 62
 """A larger `seq` is damaged: no value has as many gradients."""
@@ -60,7 +57,13 @@ class PostgresTransaction:
         self.changes, self._now, self._janitor = Changes(), now, janitor
 
     def _stored(self, name: BufferName) -> Stored | None:
-        return _latest(name, self.changes.records, self._earlier.records, self._found.records)
+        for state in (self.changes.records, self._earlier.records, self._found.records):
+            if name in state:
+                found = state[name]
+                if isinstance(found, BufferCorrupt):
+                    raise found
+                return found
+        return None
 
     def get(self, name: BufferName) -> Record | None:
         stored = self._stored(name)
@@ -237,17 +240,6 @@ class Trial(PostgresTransaction):
 
     def load(self, spec: Spec, value: int | None) -> Array:
         return np.empty(0, spec.dtype)
-
-
-def _latest(name: K, *states: Mapping[K, V | BufferCorrupt | None]) -> V | None:
-    """Return what the first of these states that has the name says about it. Raises `BufferCorrupt`."""
-    for state in states:
-        if name in state:
-            found = state[name]
-            if isinstance(found, BufferCorrupt):
-                raise found
-            return found
-    return None
 
 
 def _moved(delta: Delta, value: int, seq: int, weight: float) -> Delta:
