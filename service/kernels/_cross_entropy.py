@@ -14,12 +14,15 @@ from typing import Protocol
 import numpy as np
 
 from service.dtypes import Array, DType, cast, compute_dtype
-from service.kernels._blocks import cuts, new_output, scratch, share_out
+from service.kernels._blocks import claim, current_workspace, cuts, new_output, scratch, share_out
 from service.kernels._checks import has_shape, one_element
 from service.kernels._narrow import load, room_for, store
 
 BLOCK_LENGTH = 80_000
-"""Scores in a block. With up to four more arrays of its size, it fits into 2 MB."""
+"""Scores in a block. With up to `TEMPORARIES` more arrays of its size, it fits into 2 MB."""
+
+TEMPORARIES = 4
+"""The most arrays of a block's size that a thread takes at once: scores, result, exponentials and shares, if narrow."""
 
 LEAST_COLUMNS = 16
 """The fewest columns in a block, unless the scores have fewer: as many as a cache line has in float32."""
@@ -135,7 +138,7 @@ def log_softmax_losses(scores: Array, samples: Samples, log_prob: Array | None) 
         if target is not None:
             store(result, target[place], (0, 2))
 
-    _by_blocks(samples.shape, compute)
+    _by_blocks(samples.shape, dtype, compute)
     return losses
 
 
@@ -153,7 +156,7 @@ def softmax(scores: Array, target: Array, *, logarithms: bool) -> None:
             np.divide(result, _class_sum(result), out=result)
         store(result, target[place], (0, 2))
 
-    _by_blocks(scores.shape, compute)
+    _by_blocks(scores.shape, dtype, compute)
 
 
 def _take_log_softmax(X: Array, result: Array) -> None:
@@ -179,17 +182,19 @@ def gradient(log_prob: Array, samples: Samples, factors: Array, d_logits: Array,
             np.add(result, added[place], out=result, casting="same_kind")
         store(result, target[place], (0, 2))
 
-    _by_blocks(samples.shape, compute)
+    _by_blocks(samples.shape, dtype, compute)
 
 
-def _by_blocks(shape: tuple[int, ...], compute: Callable[[Place], None]) -> None:
-    """Call `compute` with the place of each block. A block has all classes."""
+def _by_blocks(shape: tuple[int, ...], dtype: DType, compute: Callable[[Place], None]) -> None:
+    """Call `compute` with the place of each block. A block has all classes: many of them make it long."""
     outer, classes, inner = shape
     if not math.prod(shape):
         return
     width = min(inner, max(BLOCK_LENGTH // classes, LEAST_COLUMNS))
     height = max(1, BLOCK_LENGTH // (classes * width)) if width == inner else 1
     places = [(rows, slice(None), columns) for rows in cuts(outer, height) for columns in cuts(inner, width)]
+    if (length := height * width * classes) > BLOCK_LENGTH:
+        claim(min(current_workspace().threads, len(places)) * TEMPORARIES * length * dtype.itemsize)
     share_out(lambda number: compute(places[number]), len(places))
 
 

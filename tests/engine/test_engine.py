@@ -111,6 +111,9 @@ def large_tensors(operator: str, dtype: Any) -> dict[str, np.ndarray[Any, Any]]:
         "InPlaceAccumulatorV2": {"gradient_buffer": np.ones(1 << 21, dtype), "gradient": np.ones(1, np.float64)},
         "GatherGrad": {"shape": np.array([1 << 24]), "indices": rows - 1, "grad": np.ones(rows.size, dtype)},
     }
+    for scores, loss in (("logits", "SoftmaxCrossEntropy"), ("log_prob", "SoftmaxCrossEntropyGrad")):
+        tensors[loss] = dict.fromkeys((scores, "label"), np.ones((2, 1 << 21), dtype))
+    tensors["SoftmaxCrossEntropyGrad"]["dY"] = np.ones(1, dtype)
     for recurrent, gates in (("GRUTraining", 3), ("LSTMTraining", 4)):
         weights = {name: np.ones((1, gates * size, size), dtype) for name in ("W", "R")}
         tensors[recurrent] = {"X": np.ones((steps, batch, size), dtype), **weights}
@@ -120,7 +123,17 @@ def large_tensors(operator: str, dtype: Any) -> dict[str, np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize(
     "operator",
-    ["SoftmaxGrad_13", "InPlaceAccumulatorV2", "GatherGrad", "GRUTraining", "GRUGrad", "LSTMTraining", "LSTMGrad"],
+    [
+        "SoftmaxGrad_13",
+        "SoftmaxCrossEntropy",
+        "SoftmaxCrossEntropyGrad",
+        "InPlaceAccumulatorV2",
+        "GatherGrad",
+        "GRUTraining",
+        "GRUGrad",
+        "LSTMTraining",
+        "LSTMGrad",
+    ],
 )
 def test_the_memory_of_a_kernel_is_reserved(operator: str, dtype: Any) -> None:
     engine = Engine(threads=2, limits=Limits(1 << 30), reuse_bytes=0)
