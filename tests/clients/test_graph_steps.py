@@ -70,6 +70,16 @@ def test_a_worker_of_a_deleted_run_counts_nothing_in_the_next(server: Any) -> No
     assert server.buffers["run.loss"].info().count == 1
 
 
+def test_a_worker_that_is_behind_takes_no_place_and_begins_no_run(server: Any) -> None:
+    old, new = (server.graphs["lin"].join("run", worker="a", quorum=1) for _ in range(2))
+    old.forward_backward(batch(0, 0), weight=4)
+    step(new)
+    with pytest.raises(Conflict, match="^Another process has joined the run 'run' as 'a' since") as caught:
+        old.forward_backward(batch(0, 1))
+    assert caught.value.code == "worker_replaced"
+    assert step(new, 1).step == 1
+
+
 @pytest.mark.parametrize("rules", [{}, {"quorum": 1}])
 def test_a_step_without_weight_is_empty(server: Any, rules: Any) -> None:
     model, again = (server.graphs["lin"].join("run", worker="a", **rules) for _ in range(2))

@@ -74,7 +74,7 @@ class Model(Worker):
                     " and start() a new run with the file",
                 ) from None
             self._running = error.context.get("step", step)
-            self._enter(run.info)  # so that the running step waits for this worker
+            self._enter(run.info, again=True)  # so that the running step waits for this worker
             return MicroBatch(step=run.first + step, counted=False)
         except KeyReused as error:
             raise explained(

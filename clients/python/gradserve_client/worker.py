@@ -12,13 +12,13 @@ from typing import Any, Self
 
 from gradserve_client._http.runner import Runner
 from gradserve_client._runs import checkpoint, training
-from gradserve_client._runs.names import checked_prefix, first_new_run, run_name
+from gradserve_client._runs.names import checked_prefix, quoted, unjoined
 from gradserve_client._wire import files, graphs, runs
 from gradserve_client._wire.arguments import as_contributor, as_name
 from gradserve_client._wire.calls import Input, Inputs
 from gradserve_client._wire.tensors import Array, TensorLike
 from gradserve_client.buffers import Buffers
-from gradserve_client.errors import Conflict, GradserveError, InvalidInput, KeyReused, NotFound, explained, led
+from gradserve_client.errors import Conflict, GradserveError, InvalidInput, KeyReused, NotFound, explained
 from gradserve_client.graph_models import GraphInfo
 from gradserve_client.models import BufferSpec
 
@@ -43,7 +43,7 @@ class Worker:
         own = name if run is None else run
         self.prefix = checked_prefix(own, None)
         """What the names of the run's buffers begin with."""
-        self._name = run_name(own)
+        self._name = quoted(own)
         self._buffers = Buffers(runner)
         self._info: GraphInfo | None = None
         self._worker = None if worker is None else as_contributor(worker, "worker")
@@ -113,7 +113,7 @@ class Worker:
         except NotFound as error:
             if error.code != "unknown_buffer":
                 raise
-            if self._name != run_name(self.name):
+            if self._name != quoted(self.name):
                 raise explained(error, f"The run {self._name!r} has not begun: start() begins it") from None
         return self._runner.run(graphs.run(info, tensors, wanted, form="inference"))
 
@@ -171,7 +171,7 @@ class Worker:
         """
         info = self._info or self.info()
         training.check_trains(info)
-        self._enter(info)
+        self._enter(info, again=False)
         found = {one.name: one for one in self._buffers.list(self.prefix)}
         if training.is_started(self.prefix, info, found):
             training.follow(self.prefix, self._rules, found)
@@ -185,8 +185,8 @@ class Worker:
         self._free.clear()
         return self.step
 
-    def _enter(self, info: GraphInfo) -> None:
-        """Join the run, or begin it. Raises `Conflict` for a run of another graph."""
+    def _enter(self, info: GraphInfo, *, again: bool) -> None:
+        """Join the run, or begin it; `again` only join it. Raises `Conflict` for a run of another graph."""
         call = runs.join(
             self._name,
             worker=self._worker,
@@ -196,12 +196,12 @@ class Worker:
             form=training.form(info),
             start={},
             life=self._life,
-            again=False,
+            again=again,
         )
         try:
             joined = self._runner.run(call)
         except Conflict as error:
-            raise led(error, first_new_run(self._name)) from None
+            raise unjoined(error, self._name) from None
         self._life = joined.life
 
     def _begin(self, info: GraphInfo, weights: Mapping[str, TensorLike] | None) -> None:

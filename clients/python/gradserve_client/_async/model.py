@@ -70,7 +70,7 @@ class AsyncModel(AsyncWorker):
                     " and start() a new run with the file",
                 ) from None
             self._running = error.context.get("step", step)
-            await self._enter(run.info)  # so that the running step waits for this worker
+            await self._enter(run.info, again=True)  # so that the running step waits for this worker
             return MicroBatch(step=run.first + step, counted=False)
         except KeyReused as error:
             raise explained(

@@ -15,12 +15,12 @@ import anyio
 from gradserve_client._async.buffers import AsyncBuffers
 from gradserve_client._async.runner import AsyncRunner
 from gradserve_client._runs import checkpoint, training
-from gradserve_client._runs.names import checked_prefix, first_new_run, run_name
+from gradserve_client._runs.names import checked_prefix, quoted, unjoined
 from gradserve_client._wire import files, graphs, runs
 from gradserve_client._wire.arguments import as_contributor, as_name
 from gradserve_client._wire.calls import Input, Inputs
 from gradserve_client._wire.tensors import Array, TensorLike
-from gradserve_client.errors import Conflict, GradserveError, InvalidInput, KeyReused, NotFound, explained, led
+from gradserve_client.errors import Conflict, GradserveError, InvalidInput, KeyReused, NotFound, explained
 from gradserve_client.graph_models import GraphInfo
 from gradserve_client.models import BufferSpec
 
@@ -45,7 +45,7 @@ class AsyncWorker:
         own = name if run is None else run
         self.prefix = checked_prefix(own, None)
         """What the names of the run's buffers begin with."""
-        self._name = run_name(own)
+        self._name = quoted(own)
         self._buffers = AsyncBuffers(runner)
         self._info: GraphInfo | None = None
         self._worker = None if worker is None else as_contributor(worker, "worker")
@@ -102,7 +102,7 @@ class AsyncWorker:
         except NotFound as error:
             if error.code != "unknown_buffer":
                 raise
-            if self._name != run_name(self.name):
+            if self._name != quoted(self.name):
                 raise explained(error, f"The run {self._name!r} has not begun: start() begins it") from None
         return await self._runner.run(graphs.run(info, tensors, wanted, form="inference"))
 
@@ -150,7 +150,7 @@ class AsyncWorker:
         """
         info = self._info or await self.info()
         training.check_trains(info)
-        await self._enter(info)
+        await self._enter(info, again=False)
         found = {one.name: one for one in await self._buffers.list(self.prefix)}
         if training.is_started(self.prefix, info, found):
             training.follow(self.prefix, self._rules, found)
@@ -164,8 +164,8 @@ class AsyncWorker:
         self._free.clear()
         return self.step
 
-    async def _enter(self, info: GraphInfo) -> None:
-        """Join the run, or begin it. Raises `Conflict` for a run of another graph."""
+    async def _enter(self, info: GraphInfo, *, again: bool) -> None:
+        """Join the run, or begin it; `again` only join it. Raises `Conflict` for a run of another graph."""
         call = runs.join(
             self._name,
             worker=self._worker,
@@ -175,12 +175,12 @@ class AsyncWorker:
             form=training.form(info),
             start={},
             life=self._life,
-            again=False,
+            again=again,
         )
         try:
             joined = await self._runner.run(call)
         except Conflict as error:
-            raise led(error, first_new_run(self._name)) from None
+            raise unjoined(error, self._name) from None
         self._life = joined.life
 
     async def _begin(self, info: GraphInfo, weights: Mapping[str, TensorLike] | None) -> None:

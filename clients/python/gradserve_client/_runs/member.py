@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradserve_client._http.runner import Runner
-from gradserve_client._runs.names import first_new_run, new_run, run_name
+from gradserve_client._runs.names import new_run, quoted, unjoined
 from gradserve_client._wire import runs
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, led
+from gradserve_client.errors import Conflict
 from gradserve_client.models import RunInfo
 
 
@@ -29,7 +29,7 @@ class Member:
         form: Mapping[str, Any],
         start: Mapping[str, Any],
     ) -> None:
-        self.run, self._worker, self._server = run_name(run), worker, server
+        self.run, self._worker, self._server = quoted(run), worker, server
         self._own: dict[str, Any] = {"token": uuid.uuid4().hex, "prefix": prefix, "form": form, "start": start}
         self._parts: Sequence[tuple[Runner, str]] = ()
         self.life = f"{self.run}@{uuid.uuid4().hex[:16]}"
@@ -71,9 +71,7 @@ class Member:
         try:
             return runner.run(runs.join(self.run, **given))
         except Conflict as error:
-            if error.code in ("run_exists", "run_ended"):
-                raise led(error, first_new_run(self.run)) from None
-            raise
+            raise unjoined(error, self.run) from None
 
     def finish(self, error: BaseException | None = None) -> None:
         """End this worker's part: the last worker ends the run."""

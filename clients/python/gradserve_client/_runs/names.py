@@ -6,7 +6,7 @@ import hashlib
 import re
 
 from gradserve_client._wire.arguments import as_name
-from gradserve_client.errors import InvalidInput, mistaken
+from gradserve_client.errors import Conflict, GradserveError, InvalidInput, led, mistaken
 
 MAX_PREFIX_CHARACTERS = 100
 """Characters of a prefix: the rest of a buffer's 200 is for the parameter."""
@@ -38,19 +38,19 @@ def checked_prefix(run: str, prefix: str | None) -> str:
     return prefix
 
 
-def run_name(run: str) -> str:
-    """Return the name of a run on the server."""
-    return quoted(run)
-
-
 def new_run(run: str) -> str:
     """Return the part of an error that says how to begin from nothing."""
-    return f"give another run=, or delete this one, as with `gradserve-client runs delete {run_name(run)}`"
+    return f"give another run=, or delete this one, as with `gradserve-client runs delete {quoted(run)}`"
 
 
 def first_new_run(run: str) -> str:
     """Return the same as the begin of a sentence."""
     return f"G{new_run(run)[1:]}"
+
+
+def unjoined(error: Conflict, run: str) -> GradserveError:
+    """Return the error of a join, with that sentence first if the run takes no such worker."""
+    return led(error, first_new_run(run)) if error.code in ("run_exists", "run_ended") else error
 
 
 def quoted(name: str) -> str:
