@@ -280,8 +280,7 @@ def _described(store: Store, runs: Sequence[StoredRun]) -> list[Run]:
 
 
 def _one(run: StoredRun, steps: Record | None, now: float) -> Run:
-    if steps is not None and steps.spec.life != run.life:
-        steps = None
+    steps = steps if steps is not None and steps.spec.life == run.life else None
     left_out = () if steps is None else steps.left_out
     expected = [*run.workers] if steps is None else steps.spec.contributors or steps.known_contributors
     found: Any = {
