@@ -28,7 +28,9 @@ BUFFERS = 4000 if LONG else 200
 REQUESTS = 50 if LONG else 10
 """Adds of each client, each of them to half of the buffers."""
 
-DISK_BYTES = 160 << 20
+DISK_BYTES = 1 << 30
+"""Room for what the store may keep of freed gradients: 256 MB for each of two processes."""
+
 HOUR = 3600
 
 
