@@ -70,7 +70,7 @@ def test_a_worker_of_a_deleted_run_counts_nothing_in_the_next(server: Any) -> No
     assert server.buffers["run.loss"].info().count == 1
 
 
-def test_a_worker_that_is_behind_takes_no_place_and_begins_no_run(server: Any) -> None:
+def test_a_worker_that_is_behind_takes_no_place(server: Any) -> None:
     old, new = (server.graphs["lin"].join("run", worker="a", quorum=1) for _ in range(2))
     old.forward_backward(batch(0, 0), weight=4)
     step(new)

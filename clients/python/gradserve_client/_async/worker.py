@@ -165,7 +165,7 @@ class AsyncWorker:
         return self.step
 
     async def _enter(self, info: GraphInfo, *, again: bool) -> None:
-        """Join the run, or begin it; `again` only join it. Raises `Conflict` for a run of another graph."""
+        """Join the run. Begin it if it is not there, unless `again`. Raises `Conflict` for a run of another graph."""
         call = runs.join(
             self._name,
             worker=self._worker,

@@ -49,7 +49,7 @@ def first_new_run(run: str) -> str:
 
 
 def unjoined(error: Conflict, run: str) -> GradserveError:
-    """Return the error of a join, with that sentence first if the run takes no such worker."""
+    """Return the error of a join. It begins with `first_new_run` if another run would take the worker."""
     return led(error, first_new_run(run)) if error.code in ("run_exists", "run_ended") else error
 
 
